@@ -1,0 +1,18 @@
+"""Weight updates for SGLang engines: exportable memory passed as file descriptors, one session, no pickle."""
+
+from sglang_recv.client.client import WeightClient, new_session_id
+from sglang_recv.client.session import Progress, Session, UpdateReport
+from sglang_recv.client.target import EngineTarget, HttpTarget, Target
+from sglang_recv.errors import RecvError
+
+__all__ = [
+    "EngineTarget",
+    "HttpTarget",
+    "Progress",
+    "RecvError",
+    "Session",
+    "Target",
+    "UpdateReport",
+    "WeightClient",
+    "new_session_id",
+]

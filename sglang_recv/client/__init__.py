@@ -1,0 +1,1 @@
+"""The trainer side: nothing here imports SGLang."""

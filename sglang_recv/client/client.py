@@ -1,0 +1,327 @@
+"""The trainer's entry point: one object per set of engines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+import zmq
+
+from sglang_recv import identity, manifest
+from sglang_recv.client.link import Heart, RankLink, greet, wait
+from sglang_recv.client.select import Ranks, Sender, pair
+from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport
+from sglang_recv.client.target import HttpTarget, Target
+from sglang_recv.errors import (
+    FullUpdateRequiredError,
+    ManifestError,
+    RecvError,
+    SessionStateError,
+    WeightsReleasedError,
+)
+from sglang_recv.memory import granularity
+from sglang_recv.wire import Checksum, ChecksumRequest, Open, TensorSpec, Welcome
+
+#: Bytes of one slot when nothing is said: on a GPU large enough that a bucket's fixed cost is small, on a CPU small.
+SLOT_BYTES: Final = {"cuda": 512 << 20, "cpu": 64 << 20}
+PAUSES: Final = ("caller", "abort", "retract", "in_place")
+
+
+def new_session_id() -> str:
+    """128 random bits in hex: what the coordinating sender makes and hands to the other senders."""
+    return secrets.token_hex(16)
+
+
+class WeightClient:
+    """Updates the weights of one or several SGLang engines.
+
+    Parameters
+    ----------
+    engines
+        Base URLs of SGLang servers, or :class:`~sglang_recv.client.target.Target` objects.
+    mode
+        ``auto`` or ``vmm``. A mode that cannot be had is an error; nothing is exchanged for it.
+    ranks
+        Which engine ranks this process feeds: ``all`` (one sender for everything), ``local`` (those on the current CUDA
+        device: one sender process per GPU), or a list.
+    slots, slot_bytes
+        How many staging slots per device, of how many bytes. The default is 2 of 512 MiB on CUDA and of 64 MiB on a
+        CPU, or of the update's size when that is known and smaller.
+    deadline
+        Seconds that any single wait may take.
+    api_key
+        SGLang's admin or API key, when the servers have one.
+    """
+
+    def __init__(
+        self,
+        engines: str | Target | Sequence[str | Target],
+        mode: str = "auto",
+        *,
+        ranks: Ranks = "all",
+        slots: int = 2,
+        slot_bytes: int | None = None,
+        deadline: float = 120.0,
+        api_key: str | None = None,
+    ) -> None:
+        listed = [engines] if isinstance(engines, str) or not isinstance(engines, Sequence) else list(engines)
+        if not listed or slots < 1 or (slot_bytes is not None and slot_bytes < manifest.ALIGNMENT) or deadline <= 0:
+            raise SessionStateError(
+                f"{len(listed)} engines, {slots} slots of {slot_bytes} bytes, a deadline of {deadline} s",
+                fix=f"name an engine, at least one slot of {manifest.ALIGNMENT} bytes or more, and a deadline above 0",
+            )
+        self._targets: list[Target] = [
+            HttpTarget(engine, api_key, deadline) if isinstance(engine, str) else engine for engine in listed
+        ]
+        self._mode = mode
+        self._ranks: Ranks = ranks
+        self._slots = slots
+        self._slot_bytes = slot_bytes
+        self._deadline = deadline
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+    # --- public ------------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, list[Welcome]]:
+        """State of every rank of every engine, by engine. Needs no pairing, but the engines' sockets."""
+        with self._links("all", check=False) as links:
+            found: dict[str, list[Welcome]] = {}
+            for link in links:
+                assert link.welcome is not None
+                found.setdefault(link.engine, []).append(link.welcome)
+            return found
+
+    def checksum(self) -> dict[str, list[Checksum]]:
+        """Digests of what every rank of every engine really holds, by engine."""
+        with self._links("all", check=False) as links:
+            for link in links:
+                link.send(ChecksumRequest(secrets.token_hex(8)))
+            wait(links, lambda link: link.checksum is not None, "checksum", self._deadline)
+            found: dict[str, list[Checksum]] = {}
+            for link in links:
+                assert link.checksum is not None
+                found.setdefault(link.engine, []).append(link.checksum)
+            return found
+
+    def update(
+        self,
+        named_tensors: NamedTensors,
+        version: str,
+        *,
+        kind: str = "full",
+        pause: str = "caller",
+        flush_cache: bool = True,
+        takeover: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> UpdateReport:
+        """Send all of ``named_tensors`` and commit them as ``version``.
+
+        Parameters
+        ----------
+        named_tensors
+            A mapping or a list of (name, tensor) is checked as a whole before a byte moves. Any other iterable is
+            consumed lazily (see :meth:`Session.send`).
+        version
+            What SGLang reports as ``weight_version`` afterwards.
+        kind
+            ``full``: every parameter must be reached. ``partial``: only these tensors.
+        pause
+            ``caller``: the engines are idle or paused already. ``abort``, ``retract``, ``in_place``: pause them with
+            SGLang's mode of that name, and continue them afterwards, whatever happens.
+        flush_cache
+            Drop KV that the old weights computed.
+        takeover
+            End another sender's live session instead of failing with BUSY.
+        on_progress
+            Called on this thread after each round.
+
+        Raises
+        ------
+        RecvError
+            See :mod:`sglang_recv.errors`.
+        """
+        known = named_tensors if isinstance(named_tensors, (Mapping, list, tuple)) else None
+        with self.open(
+            version,
+            kind=kind,
+            specs=None if known is None else _specs(known),
+            pause=pause,
+            flush_cache=flush_cache,
+            takeover=takeover,
+            on_progress=on_progress,
+        ) as session:
+            session.send(named_tensors)
+            return session.commit()
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        version: str,
+        *,
+        kind: str = "full",
+        specs: Sequence[TensorSpec] | None = None,
+        session_id: str | None = None,
+        coordinator: bool = True,
+        pause: str = "caller",
+        flush_cache: bool = True,
+        takeover: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Iterator[Session]:
+        """A session in steps: ``send`` any number of times, then ``commit``. Leaving without a commit aborts.
+
+        Parameters
+        ----------
+        specs
+            The whole manifest, when it is known: it is checked before a byte moves.
+        session_id, coordinator
+            With several senders, one makes the id by :func:`new_session_id` and is the coordinator; the others pass the
+            same id and ``coordinator=False``. Every rank must be fed by exactly one sender.
+        """
+        if pause not in PAUSES:
+            raise SessionStateError(f"pause {pause!r}", fix=f"use one of {', '.join(PAUSES)}")
+        with contextlib.ExitStack() as undo:
+            links = undo.enter_context(self._links(self._ranks, check=True, kind=kind))
+            if pause != "caller" and coordinator:
+                for target in self._targets:
+                    undo.callback(target.resume, self._deadline)
+                    target.pause(pause, self._deadline)
+            welcomes = [link.welcome for link in links if link.welcome is not None]
+            lease = min(welcome.lease_seconds for welcome in welcomes)
+            slot_bytes, peak = self._sizes(links, specs)
+            request = Open(
+                session=session_id or new_session_id(),
+                sender=self._name,
+                kind=kind,
+                staging_bytes=peak,
+                manifest=None if specs is None else tuple(specs),
+                takeover=takeover,
+            )
+            session = Session(
+                self._targets,
+                links,
+                Heart(self._context, links, request.session, self._name, lease / 5),
+                request,
+                version=version,
+                mode="vmm",
+                slots=self._slots,
+                slot_bytes=slot_bytes,
+                deadline=self._deadline,
+                lease=lease,
+                flush_cache=flush_cache,
+                coordinator=coordinator,
+                groups=welcomes[0].groups,
+                on_progress=on_progress,
+            )
+            with session:
+                yield session
+
+    def close(self) -> None:
+        """Release the ZMQ context."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> WeightClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _links(self, ranks: Ranks, *, check: bool, kind: str = "") -> Iterator[list[RankLink]]:
+        """Discover, pair, connect and greet; with ``check``, refuse engines that cannot take an update of ``kind``."""
+        sender = _sender()
+        pairs = []
+        problems: list[RecvError] = []
+        for target in self._targets:
+            try:
+                pairs += [(target.name, p) for p in pair(self._mode, target.name, target.rank_table(), sender, ranks)]
+            except RecvError as error:
+                problems.append(error)
+        _raise_all(problems)
+        links = [RankLink(self._context, engine, p) for engine, p in pairs]
+        try:
+            greet(links, self._name, self._deadline)
+            if check:
+                _raise_all([error for link in links for error in _refusals(link, kind)])
+            yield links
+        finally:
+            for link in links:
+                link.close()
+
+    def _sizes(self, links: Sequence[RankLink], specs: Sequence[TensorSpec] | None) -> tuple[int, int]:
+        """Bytes of one slot, and the peak on one device that is known beforehand."""
+        device = torch.device(links[0].device)
+        unit = granularity(device)
+        slot = self._slot_bytes or SLOT_BYTES[device.type]
+        largest = 0
+        if specs is not None:
+            sizes = [manifest.align(manifest.nbytes(spec)) for spec in specs]
+            slot = min(slot, max(sum(sizes), manifest.ALIGNMENT))
+            largest = max(sizes, default=0)
+        slot = -(-slot // unit) * unit
+        oversize = -(-largest // unit) * unit if largest > slot else 0
+        return slot, self._slots * slot + oversize
+
+
+def _specs(named: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+    """The manifest of tensors that are all there.
+
+    Raises
+    ------
+    ManifestError
+        When it is wrong by itself (duplicates, names, dtypes).
+    """
+    pairs = named.items() if isinstance(named, Mapping) else named
+    specs = [manifest.spec_of(name, tensor) for name, tensor in pairs]
+    findings = manifest.check_specs(specs)
+    if findings:
+        raise manifest.manifest_error(findings, "the tensors to send are not a manifest")
+    return specs
+
+
+def _sender() -> Sender:
+    devices = {}
+    current = "cpu"
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            devices[identity.device_id(torch.device("cuda", index))] = f"cuda:{index}"
+        current = identity.device_id(torch.device("cuda", torch.cuda.current_device()))
+    return Sender(identity.boot_id(), devices, current, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+
+def _refusals(link: RankLink, kind: str) -> Iterator[RecvError]:
+    """What a rank's Welcome says against an update, before anything is opened."""
+    welcome = link.welcome
+    assert welcome is not None
+    if "weights" in welcome.memory_saver.released:
+        yield WeightsReleasedError(
+            f"{link.name}: the memory saver has released its weights",
+            fix="resume them first: POST /resume_memory_occupation with tags ['weights']",
+        )
+    if welcome.full_required and kind != "full":
+        yield FullUpdateRequiredError(
+            f"{link.name}: weights are {welcome.weights_state}: {welcome.weights_reason}",
+            fix="send a full update, or reload with SGLang's /update_weights_from_disk",
+        )
+    if kind not in manifest.KINDS:
+        yield ManifestError(f"kind {kind!r}", fix=f"use one of {', '.join(manifest.KINDS)}")
+
+
+def _raise_all(problems: Sequence[RecvError]) -> None:
+    """Raise what is wrong: one error, with all others as its details."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    first = problems[0]
+    details = [line for problem in problems for line in (f"[{problem.code}] {problem.message}", *problem.details)]
+    raise type(first)(
+        f"{len(problems)} problems, the first: {first.message}", fix=first.fix, details=tuple(dict.fromkeys(details))
+    )

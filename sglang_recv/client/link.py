@@ -1,0 +1,339 @@
+"""Connections of one sender to the ranks that it feeds, and the waits on them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from sglang_recv import wire
+from sglang_recv.channel import Dealer, Wakeup
+from sglang_recv.client.select import Pair
+from sglang_recv.errors import (
+    BadMessageError,
+    DeadlineError,
+    EngineLostError,
+    RecvError,
+    SessionAbortedError,
+)
+from sglang_recv.fdpass import FdConnection
+from sglang_recv.wire import (
+    Aborted,
+    Ack,
+    Alive,
+    Attach,
+    Attached,
+    BufferMapped,
+    Checksum,
+    Committed,
+    Error,
+    Heartbeat,
+    Hello,
+    OfferBuffer,
+    Opened,
+    Prepared,
+    RankMessage,
+    Released,
+    SenderMessage,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+#: How long to wait for better news after a rank reported that another one failed, in seconds.
+_GRACE: Final = 2.0
+_POLL_MS: Final = 200
+
+
+class RankLink:
+    """One rank of one engine, and what it has said so far."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine: str, pair: Pair) -> None:
+        self.engine = engine
+        self.info = pair.rank
+        self.device = pair.device
+        self.name = f"engine {engine} rank {pair.rank.rank}"
+        self.dealer = Dealer(context, pair.rank.control)
+        self.fds: FdConnection | None = None
+        self.welcome: Welcome | None = None
+        self.opened = False
+        self.prepared = False
+        self.committed = False
+        self.aborted: Aborted | None = None
+        self.error: RecvError | None = None
+        self.weights_state = ""
+        self.acked = 0
+        self.load_seconds = 0.0
+        self.released: set[int] = set()
+        self.checksum: Checksum | None = None
+        self.alive_at = time.monotonic()
+        self.activity = ""
+
+    @property
+    def over(self) -> bool:
+        """True when the rank has ended the session, in whatever way."""
+        return self.committed or self.aborted is not None or self.error is not None
+
+    def send(self, message: SenderMessage) -> None:
+        """Queue a message."""
+        self.dealer.send(wire.encode(message))
+
+    def pump(self) -> None:
+        """Take in everything that the rank has sent."""
+        while (raw := self.dealer.receive()) is not None:
+            self._take(wire.decode(raw, wire.RankMessage))
+
+    def _take(self, message: RankMessage) -> None:
+        if isinstance(message, Ack):
+            self.acked = message.round + 1
+            self.load_seconds += message.seconds
+        elif isinstance(message, Welcome):
+            self.welcome = message
+        elif isinstance(message, Opened):
+            self.opened = True
+        elif isinstance(message, Released):
+            self.released.add(message.buffer)
+        elif isinstance(message, Prepared):
+            self.prepared = True
+        elif isinstance(message, Committed):
+            self.committed = True
+        elif isinstance(message, Aborted):
+            self.aborted = message
+            self.weights_state = message.weights_state
+        elif isinstance(message, Checksum):
+            self.checksum = message
+        elif isinstance(message, Error):
+            self.error = self.error or message.exception()
+            self.weights_state = message.weights_state
+
+    def attach(self, session: str, sender: str, timeout: float) -> None:
+        """Open the Unix connection that is the lease and carries fds.
+
+        Raises
+        ------
+        EngineLostError
+            When the rank's socket is gone.
+        """
+        try:
+            self.fds = FdConnection.connect(Path(self.info.fds), timeout)
+            self._ask(Attach(session, sender), None, timeout)
+        except (OSError, EOFError) as error:
+            raise EngineLostError(
+                f"{self.name}: its socket {self.info.fds} cannot be used: {error}",
+                fix="check that the engine runs and that both sides see the same SGLANG_RECV_DIR",
+            ) from error
+
+    def offer(self, message: OfferBuffer, fd: int, timeout: float) -> None:
+        """Hand over a buffer and wait until the rank has mapped it."""
+        try:
+            self._ask(message, fd, timeout)
+        except (OSError, EOFError) as error:
+            self.pump()
+            raise self.error or EngineLostError(
+                f"{self.name} closed its socket while it was given a buffer: {error!r}", fix="look at the engine's log"
+            ) from error
+
+    def _ask(self, message: Attach | OfferBuffer, fd: int | None, timeout: float) -> None:
+        assert self.fds is not None
+        self.fds.send(wire.encode(message), fd)
+        raw, stray = self.fds.recv(timeout)
+        if stray is not None:
+            stray.close()
+        answer = wire.decode(raw, wire.FdReply)
+        if isinstance(answer, Error):
+            raise answer.exception()
+        expected = Attached if isinstance(message, Attach) else BufferMapped
+        if not isinstance(answer, expected):
+            raise BadMessageError(f"{self.name} answered {type(answer).__name__}", fix="report this")
+
+    def hung_up(self) -> bool:
+        """True when the rank's end of the Unix connection is closed."""
+        if self.fds is None:
+            return False
+        try:
+            self.fds.recv(timeout=0)
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):
+            return True
+        return False
+
+    def close(self) -> None:
+        """Drop both connections."""
+        self.dealer.close()
+        if self.fds is not None:
+            self.fds.close()
+
+
+def wait(
+    links: Sequence[RankLink], done: Callable[[RankLink], bool], phase: str, deadline: float, lease: float | None = None
+) -> None:
+    """Wait until ``done`` holds for every link.
+
+    Parameters
+    ----------
+    phase
+        What is waited for, for the error.
+    deadline
+        Seconds.
+    lease
+        Seconds of silence (no answer to heartbeats) after which a rank counts as lost; None when no heartbeats are
+        sent.
+
+    Raises
+    ------
+    DeadlineError
+        Naming the ranks that are not done and what they last reported.
+    EngineLostError
+        When a rank hangs up or stays silent.
+    RecvError
+        What a rank reported; when several did, the one that is not merely a consequence.
+    """
+    until = time.monotonic() + deadline
+    grace: float | None = None
+    while True:
+        poller = zmq.Poller()
+        for link in links:
+            link.pump()
+        failed = [link for link in links if link.error is not None and not done(link)]
+        pending = [link for link in links if not done(link)]
+        if not pending:
+            return
+        now = time.monotonic()
+        if failed:
+            # The rank that failed and the ranks that follow it answer in any order: wait a little for the cause.
+            if grace is None:
+                grace = now + _GRACE
+            if len(failed) == len(pending) or now > grace or any(_is_cause(link) for link in failed):
+                raise combined(failed)
+        for link in pending:
+            if link.error is not None:
+                continue
+            if link.hung_up():
+                link.pump()
+                if not (link.over or done(link)):
+                    link.error = EngineLostError(
+                        f"{link.name} closed its connection while this side waited for: {phase}",
+                        fix="look at the engine's log; restart it and send a full update",
+                    )
+            elif lease is not None and now - link.alive_at > lease:
+                link.error = EngineLostError(
+                    f"{link.name} has not answered for {now - link.alive_at:.1f} s while this side waited for: "
+                    f"{phase}; it was last: {link.activity or 'unknown'}",
+                    fix="look at the engine's log; it may hang or be stopped",
+                )
+        if now > until:
+            stuck = "; ".join(f"{link.name} (last: {link.activity or 'no report'})" for link in pending)
+            raise DeadlineError(
+                f"{phase}: not done within {deadline:.1f} s by {stuck}",
+                fix="raise deadline=, or look at the engine's log",
+            )
+        for link in pending:
+            poller.register(link.dealer.socket, zmq.POLLIN)
+        poller.poll(min(_POLL_MS, max(1, int((until - now) * 1000))))
+
+
+def _is_cause(link: RankLink) -> bool:
+    return not isinstance(link.error, SessionAbortedError)
+
+
+def combined(links: Sequence[RankLink]) -> RecvError:
+    """One error for what ``links`` report: the cause, with what each rank said when they differ."""
+    causes = [link for link in links if _is_cause(link)] or list(links)
+    first = causes[0].error
+    assert first is not None
+    texts = {(link.error.code, link.error.message, link.error.details) for link in causes if link.error}
+    if len(texts) == 1:
+        return first
+    details = [f"{link.name}: {link.error.message}" for link in causes if link.error]
+    details += [f"{link.name}: {line}" for link in causes if link.error for line in link.error.details]
+    return type(first)(first.message, fix=first.fix, details=tuple(dict.fromkeys(details)))
+
+
+class Heart:
+    """The lease thread: one heartbeat per rank and interval, on connections of its own, and what comes back.
+
+    It runs as long as the process is alive, whatever the caller's thread does: a trainer that gathers for minutes keeps
+    its session, one that is stopped or killed loses it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        links: Sequence[RankLink],
+        session: str,
+        sender: str,
+        interval: float,
+    ) -> None:
+        self._context = context
+        self._links = links
+        self._beat = wire.encode(Heartbeat(session, sender))
+        self._interval = interval
+        self._stop = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="sglang-recv-lease", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        dealers = [(Dealer(self._context, link.info.control), link) for link in self._links]
+        try:
+            poller = zmq.Poller()
+            poller.register(self._stop.fileno(), zmq.POLLIN)
+            for dealer, _ in dealers:
+                poller.register(dealer.socket, zmq.POLLIN)
+            due = 0.0
+            while True:
+                now = time.monotonic()
+                if now >= due:
+                    due = now + self._interval
+                    for dealer, _ in dealers:
+                        dealer.send(self._beat)
+                if any(key == self._stop.fileno() for key, _ in poller.poll(max(0, int((due - now) * 1000)))):
+                    return
+                for dealer, link in dealers:
+                    while (raw := dealer.receive()) is not None:
+                        answer = wire.decode(raw, wire.RankMessage)
+                        if isinstance(answer, Alive):
+                            link.alive_at = time.monotonic()
+                            link.activity = answer.activity
+        except RecvError as error:
+            # The caller's wait sees the silence of the rank and says so with a name.
+            logger.warning("heartbeats ended: %s", error)
+        finally:
+            for dealer, _ in dealers:
+                dealer.close()
+
+    def stop(self) -> None:
+        """End the thread and wait for it; it never waits longer than for one poll."""
+        self._stop.set()
+        self._thread.join()
+        self._stop.close()
+
+
+def greet(links: Sequence[RankLink], sender: str, deadline: float) -> None:
+    """Exchange Hello and Welcome with every rank.
+
+    Raises
+    ------
+    ProtocolVersionError
+        When a rank speaks another major version.
+    DeadlineError, EngineLostError
+        When one does not answer.
+    """
+    hello = Hello(wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, sender)
+    for link in links:
+        link.send(hello)
+    wait(links, lambda link: link.welcome is not None, "handshake", deadline)
+    for link in links:
+        welcome = link.welcome
+        assert welcome is not None
+        wire.check_major(welcome.protocol_major, welcome.protocol_minor, link.name)
+        if welcome.device != link.info.device or welcome.boot_id != link.info.boot_id:
+            raise EngineLostError(
+                f"{link.name} published device {link.info.device}, but {welcome.device} answers at its address",
+                fix="the engine was restarted: discover it again",
+            )

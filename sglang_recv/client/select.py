@@ -1,0 +1,105 @@
+"""Which mode serves which rank, from which device: a pure function of what both sides report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang_recv.errors import DeviceMismatchError, UnsupportedError
+from sglang_recv.wire import RankInfo, RankTable
+
+MODES = ("auto", "vmm", "nccl")
+
+#: Which ranks this sender feeds: every rank, those on its current device, or a list.
+Ranks = Literal["all", "local"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Sender:
+    """What the sender reports of itself."""
+
+    boot_id: str
+    #: Device ids that this process can use, with the torch device of each.
+    devices: Mapping[str, str]
+    #: Device id of the current device.
+    current: str
+    visible_devices: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One engine rank and the torch device on this side that shares memory with it."""
+
+    rank: RankInfo
+    device: str
+
+
+def pair(mode: str, engine: str, table: RankTable, sender: Sender, ranks: Ranks) -> list[Pair]:
+    """The ranks of ``engine`` that this sender feeds by fds.
+
+    Raises
+    ------
+    UnsupportedError
+        For a mode that is not built or not offered by the engine.
+    DeviceMismatchError
+        When a rank that is to be fed is on no device of this process, with both sides' devices.
+    """
+    if mode not in MODES:
+        raise UnsupportedError(f"mode {mode!r}", fix=f"use one of {', '.join(MODES)}")
+    if mode == "nccl":
+        raise UnsupportedError(
+            "mode 'nccl': sending by broadcast is not built yet", fix="use mode='vmm' on the engine's own GPU"
+        )
+    if table.mode not in ("vmm", "auto"):
+        raise UnsupportedError(
+            f"engine {engine} offers {table.mode!r}, not 'vmm'", fix="start it with --weight-receiver vmm"
+        )
+    wanted = [rank for rank in table.ranks if _wanted(rank, sender, ranks)]
+    if not isinstance(ranks, str):
+        unknown = sorted(set(ranks) - {rank.rank for rank in table.ranks})
+        if unknown:
+            raise DeviceMismatchError(
+                f"engine {engine} has ranks 0 to {len(table.ranks) - 1}, not {unknown}", fix="correct ranks="
+            )
+    pairs, lost = [], []
+    for rank in wanted:
+        device = _device(rank, sender)
+        if device is None:
+            lost.append(
+                f"rank {rank.rank} is on {rank.device} (host {rank.boot_id[:8]}, CUDA_VISIBLE_DEVICES="
+                f"{rank.visible_devices!r})"
+            )
+        else:
+            pairs.append(Pair(rank, device))
+    if lost or not pairs:
+        if not wanted:
+            lost = [f"rank {r.rank} is on {r.device} (host {r.boot_id[:8]})" for r in table.ranks]
+        mine = ", ".join(sender.devices) or "none"
+        raise DeviceMismatchError(
+            f"engine {engine} cannot be fed by fds from this process",
+            fix="run the trainer on the engine's GPU and host with a CUDA_VISIBLE_DEVICES that includes it; for other "
+            "placements use SGLang's own update_weights_from_distributed",
+            details=(
+                *lost,
+                f"this process (host {sender.boot_id[:8]}, CUDA_VISIBLE_DEVICES={sender.visible_devices!r}) has "
+                f"{mine}, the current one is {sender.current}",
+            ),
+        )
+    return pairs
+
+
+def _wanted(rank: RankInfo, sender: Sender, ranks: Ranks) -> bool:
+    if ranks == "all":
+        return True
+    if ranks == "local":
+        return rank.device == sender.current
+    return rank.rank in ranks
+
+
+def _device(rank: RankInfo, sender: Sender) -> str | None:
+    if rank.boot_id != sender.boot_id:
+        return None
+    if rank.device.startswith("cpu:"):
+        return "cpu"
+    return sender.devices.get(rank.device)

@@ -1,0 +1,399 @@
+"""One weight update from the sender's side: fill slots, send rounds, finish, commit; or abort."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+
+from sglang_recv import manifest
+from sglang_recv.client.link import Heart, RankLink, combined, wait
+from sglang_recv.client.staging import Buffer, Staging
+from sglang_recv.client.target import Target
+from sglang_recv.errors import CommitError, RecvError, SessionStateError
+from sglang_recv.wire import (
+    Abort,
+    Bucket,
+    CommitCarrier,
+    Entry,
+    Finish,
+    Load,
+    Open,
+    ReleaseBuffer,
+    TensorSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What ``on_progress`` gets after each round: tensors and bytes so far, and seconds since the session opened."""
+
+    tensors: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update did.
+
+    ``phases`` holds seconds of this side by phase: ``open``, ``pack``, ``wait`` (for a free slot), ``finish`` (until
+    every rank has read everything), ``commit``; and ``load``, the longest that any rank spent applying, which overlaps
+    the others. ``staging_bytes`` is the peak of staging memory on all devices together.
+    """
+
+    version: str
+    mode: str
+    engines: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    rounds: int
+    seconds: float
+    phases: dict[str, float]
+    staging_bytes: int
+
+
+@dataclass
+class _Fill:
+    """The bucket that is being filled."""
+
+    buffer: Buffer
+    entries: list[Entry] = field(default_factory=list)
+    used: int = 0
+
+
+class Session:
+    """Returned by :meth:`sglang_recv.WeightClient.open`; a context manager that aborts unless it was committed.
+
+    Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        links: Sequence[RankLink],
+        heart: Heart,
+        request: Open,
+        *,
+        version: str,
+        mode: str,
+        slots: int,
+        slot_bytes: int,
+        deadline: float,
+        lease: float,
+        flush_cache: bool,
+        coordinator: bool,
+        groups: Sequence[Sequence[str]],
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.id = request.session
+        self._targets = targets
+        self._links = links
+        self._heart = heart
+        self._version = version
+        self._mode = mode
+        self._deadline = deadline
+        self._lease = lease
+        self._flush = flush_cache
+        self._coordinator = coordinator
+        self._groups = groups
+        self._on_progress = on_progress
+        self._announced = None if request.manifest is None else {spec.name for spec in request.manifest}
+        self._started = time.monotonic()
+        self._phases = dict.fromkeys(("open", "pack", "wait", "finish", "commit"), 0.0)
+        self._staging: Staging | None = None
+        self._fill: _Fill | None = None
+        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._names: set[str] = set()
+        self._slot = 0
+        self._rounds = 0
+        self._nbytes = 0
+        self._sent = 0
+        self._closed = False
+        self.report: UpdateReport | None = None
+        try:
+            with self._phase("open"):
+                for link in links:
+                    link.attach(request.session, request.sender, deadline)
+                    link.send(request)
+                self._wait(lambda link: link.opened, "open")
+                self._staging = Staging(links, request.session, slots, slot_bytes, deadline)
+        except BaseException:
+            self.abort("open failed")
+            raise
+
+    # --- public ------------------------------------------------------------------------------------------------------
+
+    def send(self, named_tensors: NamedTensors) -> None:
+        """Send tensors. May be called many times; buckets fill across calls.
+
+        Parameters
+        ----------
+        named_tensors
+            Hugging Face names and full (unsharded) tensors on any device, in any strides. An iterable is consumed
+            lazily: each tensor is copied out before the next one is asked for, so nothing but the slots is held, except
+            tensors of a group that SGLang loads only together, which are cloned until the group is complete.
+
+        Raises
+        ------
+        RecvError
+            When a rank refuses or fails; the session is over then.
+        """
+        self._check_open()
+        try:
+            pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+            for name, tensor in pairs:
+                self._add(name, tensor)
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} while sending")
+            raise
+
+    def commit(self) -> UpdateReport:
+        """Make the engines serve the new weights under the new version.
+
+        Returns once every rank of every engine has switched. With several senders, each calls it; the coordinator
+        posts.
+
+        Raises
+        ------
+        ManifestError
+            When the update is not complete.
+        CommitError
+            When an engine refused, with the outcome of each engine.
+        """
+        self._check_open()
+        try:
+            with self._phase("finish"):
+                for key in list(self._held):
+                    self._release_group(key)
+                self._flush_bucket()
+                for link in self._links:
+                    link.send(Finish(self.id, self._rounds))
+                self._wait(lambda link: link.prepared or link.committed, "finish")
+            with self._phase("commit"):
+                self._commit_all()
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} while committing")
+            raise
+        assert self._staging is not None
+        phases = self._phases | {"load": max(link.load_seconds for link in self._links)}
+        self.report = UpdateReport(
+            version=self._version,
+            mode=self._mode,
+            engines=tuple(target.name for target in self._targets),
+            tensors=self._sent,
+            nbytes=self._nbytes,
+            rounds=self._rounds,
+            seconds=time.monotonic() - self._started,
+            phases={name: round(seconds, 6) for name, seconds in phases.items()},
+            staging_bytes=self._staging.peak_bytes,
+        )
+        self._close()
+        return self.report
+
+    def abort(self, reason: str = "aborted by the caller") -> None:
+        """End the session without a commit; does nothing when it is over.
+
+        Before the first write the engines are as they were; after it they refuse to generate until a full update.
+        """
+        if self._closed:
+            return
+        open_links = [link for link in self._links if not link.over]
+        try:
+            for link in open_links:
+                with contextlib.suppress(RecvError):
+                    link.send(Abort(self.id, reason[:500]))
+            for link in open_links:
+                # Each by itself: one that is gone must not hide how the others ended.
+                with contextlib.suppress(RecvError):
+                    wait([link], lambda link: link.over, "abort", min(self._deadline, self._lease), self._lease)
+        finally:
+            self._close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort("left without a commit" if kind is None else f"{kind.__name__} in the caller")
+
+    # --- filling -----------------------------------------------------------------------------------------------------
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        spec = manifest.spec_of(name, tensor)
+        findings = manifest.problems_of(spec)
+        if name in self._names:
+            findings.append(f"{name}: sent twice")
+        if self._announced is not None and name not in self._announced:
+            findings.append(f"{name}: not in the announced manifest")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            findings.append(f"{name}: layout {tensor.layout} on {tensor.device} has no bytes to send")
+        if findings:
+            raise manifest.manifest_error(findings, "a tensor cannot be sent")
+        self._names.add(name)
+        key = self._group_key(name)
+        if key is None:
+            self._place([(spec, tensor)])
+            return
+        group = self._held.setdefault(key[0], {})
+        group[name] = tensor.detach().clone()
+        if len(group) == key[1]:
+            self._release_group(key[0])
+
+    def _group_key(self, name: str) -> tuple[str, int] | None:
+        """The group that ``name`` belongs to and its size, or None."""
+        parts = name.split(".")
+        for group in self._groups:
+            for index, part in enumerate(parts):
+                if part in group:
+                    return ".".join([*parts[:index], "|".join(group), *parts[index + 1 :]]), len(group)
+        return None
+
+    def _release_group(self, key: str) -> None:
+        group = self._held.pop(key)
+        self._place([(manifest.spec_of(name, tensor), tensor) for name, tensor in group.items()])
+
+    def _place(self, tensors: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
+        """Put tensors that belong together into one bucket."""
+        assert self._staging is not None
+        needed = sum(manifest.align(manifest.nbytes(spec)) for spec, _ in tensors)
+        if needed > self._staging.slot_bytes:
+            self._oversize(tensors, needed)
+            return
+        if self._fill is not None and self._fill.used + needed > self._staging.slot_bytes:
+            self._flush_bucket()
+        if self._fill is None:
+            self._fill = _Fill(self._next_slot())
+        self._copy(self._fill, tensors)
+
+    def _copy(self, fill: _Fill, tensors: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
+        assert self._staging is not None
+        with self._phase("pack"):
+            placed = []
+            for spec, tensor in tensors:
+                size = manifest.nbytes(spec)
+                fill.entries.append(Entry(spec, fill.buffer.number, fill.used))
+                placed.append((fill.used, tensor))
+                fill.used += manifest.align(size)
+                self._nbytes += size
+                self._sent += 1
+            self._staging.pack(fill.buffer, placed)
+
+    def _oversize(self, tensors: Sequence[tuple[TensorSpec, torch.Tensor]], needed: int) -> None:
+        """Tensors that no slot can hold travel in a buffer of their own, which is given back at once."""
+        assert self._staging is not None
+        self._flush_bucket()
+        buffer = self._staging.add(needed)
+        fill = _Fill(buffer)
+        self._copy(fill, tensors)
+        self._send_round(fill)
+        self._wait_acked(buffer.free_at)
+        for link in self._links:
+            link.send(ReleaseBuffer(self.id, buffer.number))
+        self._wait(lambda link: buffer.number in link.released, f"release of buffer {buffer.number}")
+        self._staging.drop(buffer)
+
+    def _next_slot(self) -> Buffer:
+        assert self._staging is not None
+        buffer = self._staging.slots[self._slot]
+        self._slot = (self._slot + 1) % len(self._staging.slots)
+        self._wait_acked(buffer.free_at)
+        return buffer
+
+    def _wait_acked(self, rounds: int) -> None:
+        with self._phase("wait"):
+            self._wait(lambda link: link.acked >= rounds, f"acknowledgement of round {rounds - 1}")
+
+    def _flush_bucket(self) -> None:
+        fill, self._fill = self._fill, None
+        if fill is not None and fill.entries:
+            self._send_round(fill)
+
+    def _send_round(self, fill: _Fill) -> None:
+        assert self._staging is not None
+        with self._phase("pack"):
+            self._staging.wait_packed()
+        message = Load(self.id, self._rounds, (Bucket(tuple(fill.entries)),))
+        for link in self._links:
+            link.send(message)
+        self._rounds += 1
+        fill.buffer.free_at = self._rounds
+        for link in self._links:
+            link.pump()
+        failed = [link for link in self._links if link.error is not None]
+        if failed:
+            raise combined(failed)
+        if self._on_progress is not None:
+            self._on_progress(Progress(self._sent, self._nbytes, time.monotonic() - self._started))
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _commit_all(self) -> None:
+        if not self._coordinator:
+            self._wait(lambda link: link.committed, "commit by the coordinator")
+            return
+        carrier = CommitCarrier(self.id, self._version, self._flush)
+        with ThreadPoolExecutor(max_workers=len(self._targets), thread_name_prefix="sglang-recv-commit") as pool:
+            calls = [(target, pool.submit(target.commit, carrier, self._deadline)) for target in self._targets]
+            outcomes = {target.name: call.exception() for target, call in calls}
+        failed = {name: error for name, error in outcomes.items() if error is not None}
+        if failed:
+            raise self._commit_error(failed, [name for name in outcomes if name not in failed])
+        self._wait(lambda link: link.committed, "commit")
+
+    def _commit_error(self, failed: Mapping[str, BaseException], committed: Sequence[str]) -> BaseException:
+        for link in self._links:
+            if link.engine in failed:
+                # The rank's own error says more than the HTTP answer; it is on its way, or the rank is gone.
+                with contextlib.suppress(RecvError):
+                    wait([link], lambda link: link.over, "end of the session", self._lease, self._lease)
+        causes = [link for link in self._links if link.engine in failed and link.error is not None]
+        if len(self._targets) == 1 and causes:
+            return combined(causes)
+        if len(self._targets) == 1:
+            return next(iter(failed.values()))
+        return CommitError(
+            f"{len(failed)} of {len(self._targets)} engines did not commit version {self._version!r}",
+            fix="send the same full update again: it repairs the engines that failed",
+            details=(
+                *(f"{name}: {error}" for name, error in failed.items()),
+                *(f"{name}: serves version {self._version!r}" for name in committed),
+            ),
+        )
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _wait(self, done: Callable[[RankLink], bool], phase: str) -> None:
+        wait(self._links, done, f"session {self.id[:8]}, {phase}", self._deadline, self._lease)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phases[name] += time.monotonic() - started
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionStateError(f"session {self.id[:8]} is over", fix="open a new one")
+
+    def _close(self) -> None:
+        self._closed = True
+        self._held.clear()
+        self._heart.stop()
+        for link in self._links:
+            link.close()
+        if self._staging is not None:
+            self._staging.close()

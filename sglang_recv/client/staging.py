@@ -1,0 +1,119 @@
+"""Staging buffers of one session: slots used in turn, and a buffer of its own for a tensor above a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_recv.client.link import RankLink
+from sglang_recv.client.pack import Packer, TorchPacker
+from sglang_recv.memory import ExportableBuffer, allocate
+from sglang_recv.wire import OfferBuffer
+
+
+class Buffer:
+    """Memory of one size on every device that this session feeds, under one id."""
+
+    def __init__(self, number: int, nbytes: int, devices: Sequence[str]) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        #: Rounds below this one must be acknowledged before the buffer may be written again.
+        self.free_at = 0
+        self.parts: dict[str, ExportableBuffer] = {}
+        try:
+            for device in devices:
+                self.parts[device] = allocate(torch.device(device), nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def total(self) -> int:
+        """Bytes on all devices together."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def offer(self, links: Sequence[RankLink], session: str, timeout: float) -> None:
+        """Let every rank map the part on its device."""
+        for link in links:
+            part = self.parts[link.device]
+            with part.export_fd() as fd:
+                link.offer(OfferBuffer(session, self.number, part.kind.value, part.nbytes), fd.fileno(), timeout)
+
+    def close(self) -> None:
+        """Free the memory on this side."""
+        for part in self.parts.values():
+            part.close()
+
+
+class Staging:
+    """All buffers of one session.
+
+    Parameters
+    ----------
+    links
+        The ranks that map them.
+    session
+        Id of the session.
+    slots, slot_bytes
+        How many slots, of how many bytes each per device.
+    timeout
+        Seconds for a rank to map one buffer.
+    """
+
+    def __init__(self, links: Sequence[RankLink], session: str, slots: int, slot_bytes: int, timeout: float) -> None:
+        self._links = links
+        self._session = session
+        self._timeout = timeout
+        self._devices = tuple(dict.fromkeys(link.device for link in links))
+        self._next = 0
+        self._buffers: dict[int, Buffer] = {}
+        self.slot_bytes = slot_bytes
+        self.peak_bytes = 0
+        self.packers: dict[str, Packer] = {device: TorchPacker(torch.device(device)) for device in self._devices}
+        try:
+            self.slots = [self.add(slot_bytes) for _ in range(slots)]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def device_count(self) -> int:
+        """On how many devices each buffer exists."""
+        return len(self._devices)
+
+    def add(self, nbytes: int) -> Buffer:
+        """Allocate a buffer and let every rank map it.
+
+        Raises
+        ------
+        StagingMemoryError
+            When a device has not enough memory.
+        """
+        buffer = Buffer(self._next, nbytes, self._devices)
+        self._next += 1
+        self._buffers[buffer.number] = buffer
+        self.peak_bytes = max(self.peak_bytes, sum(b.total for b in self._buffers.values()))
+        buffer.offer(self._links, self._session, self._timeout)
+        return buffer
+
+    def drop(self, buffer: Buffer) -> None:
+        """Free a buffer that every rank has unmapped."""
+        del self._buffers[buffer.number]
+        buffer.close()
+
+    def pack(self, buffer: Buffer, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Start copying tensors to their offsets, on every device."""
+        for device, part in buffer.parts.items():
+            self.packers[device].pack(part.tensor(), tensors)
+
+    def wait_packed(self) -> None:
+        """Return once all started copies are done."""
+        for packer in self.packers.values():
+            packer.wait()
+
+    def close(self) -> None:
+        """Free everything on this side. The ranks have unmapped theirs when the session is over."""
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers.clear()

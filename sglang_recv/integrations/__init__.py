@@ -1,0 +1,1 @@
+"""What ties the package to other programs."""

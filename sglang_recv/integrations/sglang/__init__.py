@@ -1,0 +1,1 @@
+"""The SGLang plugin: the only place that imports SGLang."""

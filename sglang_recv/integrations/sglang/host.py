@@ -1,0 +1,239 @@
+"""One SGLang scheduler as the receiver sees it. Capabilities are probed on the objects; versions are not compared."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zmq
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.io_struct import AbortReq, UpdateWeightsFromIPCReqInput
+from sglang.version import __version__ as sglang_version
+
+from sglang_recv import wire
+from sglang_recv.channel import Wakeup
+from sglang_recv.wire import Carrier, MemorySaver
+
+logger = logging.getLogger(__name__)
+
+
+class _NoFence:
+    """On a CPU, what was queued is done."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Fences:
+    """Events on every stream that may carry writes."""
+
+    def __init__(self, streams: list[torch.cuda.Stream]) -> None:
+        self._events = [stream.record_event() for stream in streams]
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was queued before."""
+        for event in self._events:
+            event.synchronize()
+
+
+class SGLangHost:
+    """Implements :class:`sglang_recv.receiver.host.Host` on a ``Scheduler``.
+
+    Parameters
+    ----------
+    scheduler
+        SGLang's Scheduler, with its weight updater made.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._updater = scheduler.weight_updater
+        self._args = scheduler.server_args
+        self._group = self._updater.tp_cpu_group
+        self._version = str(self._args.weight_version or "")
+        self._injected: deque[UpdateWeightsFromIPCReqInput] = deque()
+        self._wakeup = Wakeup()
+        sleeper = getattr(scheduler, "idle_sleeper", None)
+        if sleeper is not None:
+            # --sleep-on-idle polls SGLang's own sockets for up to a second; this makes an injected carrier wake it.
+            sleeper.poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self.rank: int = dist.get_rank(self._group)
+        self.ranks: int = dist.get_world_size(self._group)
+        kind = str(self._args.device)
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.sglang_version: str = sglang_version
+        config = self._runner.model_config
+        self.model_path: str = str(config.model_path)
+        self.dtype: str = str(config.dtype).removeprefix("torch.")
+        text = getattr(config, "hf_text_config", None) or config.hf_config
+        self.tied_embeddings = bool(getattr(text, "tie_word_embeddings", False))
+        self.num_layers: int | None = getattr(text, "num_hidden_layers", None)
+
+    @property
+    def _runner(self) -> Any:
+        return self._scheduler.tp_worker.model_runner
+
+    # --- facts -------------------------------------------------------------------------------------------------------
+
+    def model(self) -> torch.nn.Module:
+        """See Host."""
+        model: torch.nn.Module = self._runner.model
+        return model
+
+    def unsupported(self) -> tuple[str, ...]:
+        """See Host."""
+        found = []
+        quantization = getattr(self._runner.model_config, "quantization", None)
+        if quantization:
+            found.append(
+                f"quantization {quantization!r}: its weights are packed after loading, and no tested way unpacks them"
+            )
+        if not self._has_session and getattr(self._args, "moe_runner_backend", None) == "flashinfer_trtllm":
+            found.append("--moe-runner-backend flashinfer_trtllm: this SGLang cannot restore its shuffled weights")
+        try:
+            from sglang.srt.model_executor.model_runner_components import weight_updater as component
+        except ImportError:
+            pass  # versions without it have no such caches
+        else:
+            reason = component._unsupported_derived_weight_cache_error(self.model())
+            if reason:
+                found.append(reason)
+        return tuple(found)
+
+    def memory_saver(self) -> MemorySaver:
+        """See Host. SGLang adds tags even when the saver is off, and then they mean nothing."""
+        enabled = bool(getattr(self._updater.memory_saver_adapter, "enabled", False))
+        released = tuple(sorted(self._updater.offload_tags)) if enabled else ()
+        return MemorySaver(enabled, released, bool(getattr(self._args, "enable_weights_cpu_backup", False)))
+
+    def weights_released(self) -> bool:
+        """See Host."""
+        return GPU_MEMORY_TYPE_WEIGHTS in self.memory_saver().released
+
+    def weight_version(self) -> str:
+        """See Host."""
+        return self._version
+
+    # --- ranks -------------------------------------------------------------------------------------------------------
+
+    def vote(self, ok: bool) -> bool:
+        """See Host."""
+        if self.ranks == 1:
+            return ok
+        ballot = torch.tensor([int(ok)], dtype=torch.int32)
+        dist.all_reduce(ballot, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(ballot.item())
+
+    def share(self, mine: bytes) -> list[bytes]:
+        """Give every rank the bytes of all ranks, in order of rank. A collective."""
+        if self.ranks == 1:
+            return [mine]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64), group=self._group)
+        longest = int(torch.cat(sizes).max())
+        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
+
+    def inject(self, carrier: Carrier) -> None:
+        """See Host. Any thread."""
+        self._injected.append(UpdateWeightsFromIPCReqInput(zmq_handles=wire.encode_carrier(carrier)))
+        self._wakeup.set()
+
+    def pull_injected(self) -> list[Any]:
+        """Carriers to broadcast now; called where rank 0 pulls its requests."""
+        if not self._injected:
+            return []
+        self._wakeup.clear()
+        found = []
+        while self._injected:
+            found.append(self._injected.popleft())
+        return found
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_session(self) -> bool:
+        return hasattr(getattr(self._runner, "weight_updater", None), "begin_weight_update")
+
+    def _streams(self) -> list[torch.cuda.Stream]:
+        """The streams that forwards and loaders use. Loaders with worker threads use those threads' default stream."""
+        forward = getattr(self._scheduler, "forward_stream", None)
+        streams = [torch.cuda.current_stream(), torch.cuda.default_stream()]
+        return streams + ([forward] if forward is not None else [])
+
+    def begin_load(self) -> None:
+        """See Host."""
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream()
+            for stream in self._streams():
+                current.wait_stream(stream)
+                stream.wait_stream(current)
+        if self._has_session:
+            self._runner.weight_updater.begin_weight_update()
+
+    def finish_load(self) -> None:
+        """See Host. ``load_weights`` has run, and with it what models derive after loading."""
+        if self._has_session:
+            self._runner.weight_updater.end_weight_update(run_post_load=False)
+
+    def after_writes(self) -> _NoFence | _Fences:
+        """See Host."""
+        return _Fences(self._streams()) if self.device.type == "cuda" else _NoFence()
+
+    def record_version(self, version: str) -> None:
+        """See Host."""
+        self._version = version
+        record = getattr(self._scheduler, "record_weight_version_change", None)
+        if record is not None:
+            record(new_version=version)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _queues_set_aside(self) -> Iterator[None]:
+        """Let SGLang's own idle test and flush look past requests that only wait: they hold no KV.
+
+        What disaggregated decoding queues does hold KV; it is refused at start.
+        """
+        scheduler = self._scheduler
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        grammar = scheduler.grammar_manager
+        compiling, grammar.grammar_queue = grammar.grammar_queue, []
+        try:
+            yield
+        finally:
+            scheduler.waiting_queue = waiting
+            grammar.grammar_queue = compiling
+
+    def quiet(self) -> bool:
+        """See Host."""
+        with self._queues_set_aside():
+            return bool(self._scheduler.is_fully_idle())
+
+    def flush_cache(self) -> bool:
+        """See Host."""
+        with self._queues_set_aside():
+            return bool(self._scheduler.flush_cache(empty_cache=False))
+
+    def refuse(self, request: Any, reason: str) -> None:
+        """Answer one request with 503, as SGLang does when its queue is full."""
+        finished = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
+        answer = AbortReq(finished_reason=finished, rid=request.rid)
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+
+    def refuse_queued(self, reason: str) -> None:
+        """See Host."""
+        scheduler = self._scheduler
+        grammar = scheduler.grammar_manager
+        for request in [*scheduler.waiting_queue, *grammar.grammar_queue]:
+            self.refuse(request, reason)
+        scheduler.waiting_queue = []
+        grammar.grammar_queue = []

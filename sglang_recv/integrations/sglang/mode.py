@@ -1,0 +1,104 @@
+"""The receiver's mode: flag, keyword and environment variable, and the configurations that it refuses.
+
+The environment variable is what every process of the engine reads: SGLang's ServerArgs drops fields that it does not
+declare, and launchers such as slime build ServerArgs themselves. Flag and keyword set it for the children of this
+process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+from sglang_recv.errors import UnsupportedError
+
+ENV: Final = "SGLANG_RECV_WEIGHT_RECEIVER"
+MODES: Final = ("off", "auto", "vmm", "nccl")
+
+#: What the user had set before any flag or keyword of this process.
+_inherited = os.environ.get(ENV)
+
+
+def configured() -> str:
+    """The mode this process was started with.
+
+    Raises
+    ------
+    UnsupportedError
+        When the environment variable holds something else.
+    """
+    return _checked(os.environ.get(ENV) or "off", ENV)
+
+
+def choose(explicit: str | None) -> str:
+    """Set the mode for this process and its children.
+
+    ``explicit`` (a flag or keyword) goes before what the user's environment says; without both it is ``off``.
+    """
+    mode = _checked(explicit or _inherited or "off", "--weight-receiver" if explicit else ENV)
+    os.environ[ENV] = mode
+    return mode
+
+
+def resolve(mode: str) -> str:
+    """The mode that runs: ``auto`` becomes ``vmm``, which any engine rank can offer.
+
+    Raises
+    ------
+    UnsupportedError
+        For ``nccl``.
+    """
+    if mode == "nccl":
+        raise UnsupportedError(
+            "--weight-receiver nccl: receiving by broadcast is not built yet",
+            fix="use --weight-receiver vmm for engines that share a GPU with the trainer, and SGLang's own "
+            "update_weights_from_distributed for others",
+        )
+    return "vmm" if mode == "auto" else mode
+
+
+def _checked(mode: str, source: str) -> str:
+    if mode not in MODES:
+        raise UnsupportedError(f"{source} is {mode!r}", fix=f"use one of {', '.join(MODES)}")
+    return mode
+
+
+def refusals(args: Any) -> tuple[str, ...]:
+    """Configurations of SGLang in which weights cannot be received safely yet, each with its reason.
+
+    ``args`` is SGLang's ServerArgs; fields that a version does not have are not in use in it.
+    """
+
+    def get(name: str, default: Any = None) -> Any:
+        return getattr(args, name, default)
+
+    found = []
+    if get("enable_dp_attention"):
+        found.append("--enable-dp-attention: control requests and votes do not cover its groups yet")
+    elif get("dp_size", 1) > 1:
+        found.append(f"--dp-size {args.dp_size}: plain replicas do not run carriers at the same step")
+    if get("pp_size", 1) > 1:
+        found.append(f"--pp-size {args.pp_size}: its event loop runs batches past the gate")
+    if get("nnodes", 1) > 1:
+        found.append(f"--nnodes {args.nnodes}: ranks of other nodes cannot reach the leader's sockets yet")
+    if get("tokenizer_worker_num", 1) > 1:
+        found.append(f"--tokenizer-worker-num {args.tokenizer_worker_num}: SGLang loads no plugins in these workers")
+    if get("enable_http2"):
+        found.append("--enable-http2: its server process loads no plugins")
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes"):
+        found.append("SGLANG_RUST_SERVER: its ingress takes no injected requests yet")
+    if get("disaggregation_mode", "null") not in (None, "null"):
+        found.append(f"--disaggregation-mode {args.disaggregation_mode}: its event loops run batches past the gate")
+    if get("speculative_algorithm"):
+        found.append(f"--speculative-algorithm {args.speculative_algorithm}: draft models are not updated yet")
+    if get("enable_lora") or get("lora_paths"):
+        found.append("--enable-lora: adapters wrap the parameters that a full update must reach")
+    if get("enable_eplb") or get("ep_num_redundant_experts"):
+        found.append("--enable-eplb: moved experts would be loaded at their first place")
+    if get("weight_cache_mode", "off") != "off":
+        found.append(f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines")
+    if get("enable_pdmux"):
+        found.append("--enable-pdmux: its event loop runs batches past the gate")
+    if get("device") not in ("cuda", "cpu"):
+        found.append(f"--device {get('device')}: only cuda and cpu have exportable memory here")
+    return tuple(found)

@@ -1,0 +1,429 @@
+"""The service thread of a rank: control endpoint, fd socket, link to the leader. It waits only in its poll."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import zmq
+
+from sglang_recv import manifest, wire
+from sglang_recv.channel import Dealer, Router, Wakeup
+from sglang_recv.errors import BadMessageError, InternalError, RecvError, SessionStateError
+from sglang_recv.fdpass import FdConnection, FdListener
+from sglang_recv.memory import MemoryKind
+from sglang_recv.receiver import checksum
+from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
+from sglang_recv.receiver.leader import Leader
+from sglang_recv.receiver.mailbox import ChecksumDone, Mailbox, OpenVoted, RoundDone, SessionEnded
+from sglang_recv.receiver.session import RankSession
+from sglang_recv.wire import (
+    Abort,
+    Alive,
+    Attach,
+    Attached,
+    BufferMapped,
+    Carrier,
+    Checksum,
+    ChecksumRequest,
+    Error,
+    Finish,
+    Heartbeat,
+    Hello,
+    LeaderAsk,
+    LeaderEnd,
+    LeaderMessage,
+    LeaderPrepared,
+    Load,
+    MemorySaver,
+    OfferBuffer,
+    Open,
+    RankChecksum,
+    RankMessage,
+    RankReport,
+    ReleaseBuffer,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Seconds without a word from a sender after which its session ends.
+LEASE_SECONDS: Final = 15.0
+_TICK_MS: Final = 250
+_MAX_PEERS: Final = 256
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change while the engine lives."""
+
+    engine: str
+    rank: int
+    ranks: int
+    device: torch.device
+    device_id: str
+    boot_id: str
+    mode: str
+    memory_kind: MemoryKind
+    sglang_version: str
+    model: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the service thread may ask the engine for at any time, without waiting."""
+
+    memory_saver: Callable[[], MemorySaver]
+    weight_version: Callable[[], str]
+    catalog: Callable[[], Catalog]
+    inject: Callable[[Carrier], None]
+
+
+class Service:
+    """Sockets and thread of one rank.
+
+    Parameters
+    ----------
+    facts, live
+        What the rank is, and what may be asked of it.
+    mailbox
+        Shared with the scheduler thread.
+    folder
+        The engine's private socket directory; the sockets of this rank are made in it at once, so that what the engine
+        publishes is bound.
+    """
+
+    def __init__(self, facts: Facts, live: Live, mailbox: Mailbox, folder: Path) -> None:
+        self._facts = facts
+        self._ask = live
+        self._mailbox = mailbox
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._control = Router(self._context, folder / f"rank{facts.rank}.control")
+        self._fds = FdListener(folder / f"rank{facts.rank}.fds")
+        self._link_path = folder / "leader.link"
+        self._link_in = Router(self._context, self._link_path) if facts.rank == 0 else None
+        self._link_out: Dealer | None = None
+        self._leader: Leader | None = None
+        self._local: deque[LeaderMessage] = deque()
+        self._connections: dict[int, tuple[FdConnection, str]] = {}
+        self._checksums: dict[str, bytes] = {}
+        self._stop = Wakeup()
+        self._stopping = False
+        self._session = RankSession(
+            facts.rank,
+            facts.device,
+            facts.memory_kind,
+            mailbox,
+            live.catalog,
+            self,
+            lease_seconds=LEASE_SECONDS,
+        )
+        self._thread = threading.Thread(target=self._run, name="sglang-recv", daemon=True)
+
+    @property
+    def control_url(self) -> str:
+        """Address of the control endpoint."""
+        return self._control.url
+
+    @property
+    def fds_path(self) -> Path:
+        """Path of the fd socket."""
+        return self._fds.path
+
+    def start(self) -> None:
+        """Start the thread; call once every rank of the engine has bound its sockets."""
+        if self._facts.rank == 0:
+            self._leader = Leader(
+                self._facts.ranks,
+                inject=self._ask.inject,
+                tell=self._tell,
+                prepared=self._mailbox.set_prepared,
+                clock=time.monotonic,
+            )
+        else:
+            self._link_out = Dealer(self._context, f"ipc://{self._link_path}", identity=str(self._facts.rank).encode())
+        self._thread.start()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the thread, close and remove the sockets. Waits up to ``timeout`` seconds."""
+        self._stopping = True
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    # --- Outbox of the session ---------------------------------------------------------------------------------------
+
+    def to_sender(self, peer: bytes, message: RankMessage) -> None:
+        """Answer a sender; one that is gone loses its session by its lease."""
+        if not self._control.send(peer, wire.encode(message)):
+            logger.warning("a sender is gone, %s was not delivered", type(message).__name__)
+
+    def to_leader(self, report: RankReport) -> None:
+        """Report to the leader."""
+        if self._leader is not None:
+            self._leader.handle(report)
+        elif self._link_out is not None:
+            self._link_out.send(wire.encode(report))
+
+    def over(self, session: str) -> None:
+        """Drop the connections of a session, and close the leader's book."""
+        for fd, (connection, owner) in list(self._connections.items()):
+            if owner == session:
+                self._drop(fd, connection)
+        if self._leader is not None:
+            self._leader.over(session)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._facts.device.type == "cuda":
+            torch.cuda.set_device(self._facts.device)
+        try:
+            while not self._stopping:
+                self._step()
+        except Exception:
+            # Nobody hears this rank any more: senders notice by their lease on it, and the log says why.
+            logger.exception("the service thread of rank %d died", self._facts.rank)
+        finally:
+            for fd, (connection, _) in list(self._connections.items()):
+                self._drop(fd, connection)
+            self._fds.close()
+            self._control.close()
+            for link in (self._link_in, self._link_out):
+                if link is not None:
+                    link.close()
+            self._context.term()
+
+    def _step(self) -> None:
+        poller = zmq.Poller()
+        sources: list[Any] = [self._stop, self._mailbox.wakeup, self._fds, *(c for c, _ in self._connections.values())]
+        for source in sources:
+            poller.register(source.fileno(), zmq.POLLIN)
+        poller.register(self._control.socket, zmq.POLLIN)
+        link = self._link_in or self._link_out
+        if link is not None:
+            poller.register(link.socket, zmq.POLLIN)
+        ready = {key for key, _ in poller.poll(0 if self._local else _TICK_MS)}
+        if self._fds.fileno() in ready:
+            self._accept()
+        for fd, (connection, _) in list(self._connections.items()):
+            if fd in ready:
+                self._from_fd(fd, connection)
+        self._from_senders()
+        self._from_link()
+        self._from_scheduler()
+        self._session.tick()
+        if self._leader is not None:
+            self._leader.tick()
+
+    def _from_scheduler(self) -> None:
+        for event in self._mailbox.events():
+            if isinstance(event, OpenVoted):
+                self._session.open_voted(event)
+                if event.error is not None and self._leader is not None:
+                    self._leader.over(event.session)
+            elif isinstance(event, RoundDone):
+                event.fence.synchronize()
+                self._session.round_done(event)
+            elif isinstance(event, SessionEnded):
+                event.fence.synchronize()
+                self._session.ended(event)
+                if self._leader is not None:
+                    self._leader.over(event.session)
+            elif isinstance(event, ChecksumDone):
+                self._checksum_done(event)
+
+    # --- senders -----------------------------------------------------------------------------------------------------
+
+    def _from_senders(self) -> None:
+        while (received := self._control.receive()) is not None:
+            peer, raw = received
+            session = ""
+            try:
+                message = wire.decode(raw, wire.SenderMessage)
+                session = getattr(message, "session", "")
+                self._from_sender(peer, message)
+            except RecvError as error:
+                self._refuse(peer, session, error)
+            except Exception as failed:
+                logger.exception("a message of a sender failed")
+                what = f"{type(failed).__name__}: {failed}"
+                self._refuse(peer, session, InternalError(what, fix="the engine's log has the traceback; report it"))
+
+    def _refuse(self, peer: bytes, session: str, error: RecvError) -> None:
+        """End the sender's session with the error when it is the live one; else only answer."""
+        if not self._session.error(error, session):
+            self.to_sender(peer, Error.of(error, session, self._mailbox.status.state))
+
+    def _from_sender(self, peer: bytes, message: wire.SenderMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self._session.heard(message.session, message.sender)
+            self.to_sender(peer, Alive(self._session.live, self._mailbox.status.activity))
+        elif isinstance(message, Hello):
+            wire.check_major(message.protocol_major, message.protocol_minor, f"sender {message.sender}")
+            self.to_sender(peer, self._welcome())
+        elif isinstance(message, Open):
+            try:
+                self._session.open(peer, message)
+            except RecvError as error:
+                # A refused Open has no session to end: another sender's may be the live one, under the same id.
+                self.to_sender(peer, Error.of(error, message.session, self._mailbox.status.state))
+        elif isinstance(message, Load):
+            self._session.load(message)
+        elif isinstance(message, ReleaseBuffer):
+            self._session.release(message)
+        elif isinstance(message, Finish):
+            self._session.finish(message)
+        elif isinstance(message, Abort):
+            self._session.abort(message)
+        elif isinstance(message, ChecksumRequest):
+            self._checksums[message.token] = peer
+            self.to_leader(RankChecksum(self._facts.rank, message.token))
+
+    def _welcome(self) -> Welcome:
+        facts, status = self._facts, self._mailbox.status
+        return Welcome(
+            protocol_major=wire.PROTOCOL_MAJOR,
+            protocol_minor=wire.PROTOCOL_MINOR,
+            engine=facts.engine,
+            rank=facts.rank,
+            ranks=facts.ranks,
+            device=facts.device_id,
+            boot_id=facts.boot_id,
+            mode=facts.mode,
+            memory_kind=facts.memory_kind.value,
+            alignment=manifest.ALIGNMENT,
+            lease_seconds=LEASE_SECONDS,
+            sglang_version=facts.sglang_version,
+            model=facts.model,
+            dtype=facts.dtype,
+            weights_state=status.state,
+            weights_reason=status.reason,
+            weight_version=self._ask.weight_version(),
+            full_required=status.full_required,
+            memory_saver=self._ask.memory_saver(),
+            session=self._session.live,
+            groups=LOADED_TOGETHER,
+            catalog_digest=self._session.catalog.digest,
+        )
+
+    def _checksum_done(self, event: ChecksumDone) -> None:
+        peer = self._checksums.pop(event.token, None)
+        if peer is None:
+            return
+        if event.error is not None:
+            self.to_sender(peer, Error.of(event.error))
+            return
+        self.to_sender(
+            peer,
+            Checksum(
+                event.token,
+                self._facts.rank,
+                checksum.overall(event.tensors),
+                event.tensors,
+                self._ask.weight_version(),
+            ),
+        )
+
+    # --- the fd socket -----------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            connection = self._fds.accept()
+        except BlockingIOError:
+            return
+        except RecvError as error:
+            logger.warning("a connection was refused: %s", error)
+            return
+        if len(self._connections) >= _MAX_PEERS:
+            logger.warning("more than %d connections, the newest was closed", _MAX_PEERS)
+            connection.close()
+            return
+        self._connections[connection.fileno()] = (connection, "")
+
+    def _drop(self, fd: int, connection: FdConnection) -> None:
+        del self._connections[fd]
+        connection.close()
+
+    def _from_fd(self, fd: int, connection: FdConnection) -> None:
+        owner = self._connections[fd][1]
+        try:
+            raw, passed = connection.recv(timeout=0)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError) as error:
+            self._drop(fd, connection)
+            if owner:
+                self._session.lost(owner, f"its Unix socket closed ({type(error).__name__})")
+            return
+        except RecvError as error:
+            self._answer(connection, Error.of(error))
+            return
+        try:
+            message = wire.decode(raw, wire.FdRequest)
+            if isinstance(message, Attach):
+                if passed is not None:
+                    raise BadMessageError("an fd came with Attach", fix="send fds with OfferBuffer only")
+                self._connections[fd] = (connection, message.session)
+                answer: wire.FdReply = Attached(message.session)
+            elif passed is None:
+                raise BadMessageError("OfferBuffer came without an fd", fix="send the fd in the same packet")
+            else:
+                handed, passed = passed, None
+                answer = self._map(owner, message, handed)
+        except RecvError as error:
+            answer = Error.of(error, owner, self._mailbox.status.state)
+        finally:
+            if passed is not None:
+                passed.close()
+        self._answer(connection, answer)
+
+    def _map(self, owner: str, message: OfferBuffer, fd: Any) -> BufferMapped:
+        with fd:
+            if message.session != owner:
+                raise SessionStateError(
+                    f"a buffer for session {message.session[:8]} on a connection of {owner[:8] or 'no session'}",
+                    fix="send Attach first, with the same session",
+                )
+            self._session.offer(message, fd)
+        return BufferMapped(message.session, message.buffer)
+
+    def _answer(self, connection: FdConnection, message: wire.FdReply) -> None:
+        try:
+            connection.send(wire.encode(message))
+        except (OSError, RecvError) as error:
+            logger.warning("%s was not delivered: %s", type(message).__name__, error)
+
+    # --- ranks and leader --------------------------------------------------------------------------------------------
+
+    def _tell(self, rank: int, message: LeaderMessage) -> None:
+        if rank == 0:
+            self._local.append(message)
+        elif self._link_in is not None and not self._link_in.send(str(rank).encode(), wire.encode(message)):
+            logger.error("rank %d is not linked to the leader, %s was lost", rank, type(message).__name__)
+
+    def _from_link(self) -> None:
+        while self._local:
+            self._from_leader(self._local.popleft())
+        if self._link_in is not None and self._leader is not None:
+            while (received := self._link_in.receive()) is not None:
+                self._leader.handle(wire.decode(received[1], wire.RankReport))
+        if self._link_out is not None:
+            while (raw := self._link_out.receive()) is not None:
+                self._from_leader(wire.decode(raw, wire.LeaderMessage))
+
+    def _from_leader(self, message: LeaderMessage) -> None:
+        if isinstance(message, LeaderPrepared):
+            self._session.prepared(message.session)
+        elif isinstance(message, LeaderEnd):
+            self._session.ended_by_leader(message.session, message.error)
+        elif isinstance(message, LeaderAsk):
+            self._session.asked(message.session, message.names)

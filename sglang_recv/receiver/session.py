@@ -1,0 +1,437 @@
+"""One rank's session as its service thread sees it: the states of docs/protocol.md, without sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from sglang_recv import manifest
+from sglang_recv.errors import (
+    BadBufferError,
+    BadMessageError,
+    BusyError,
+    LeaseLostError,
+    LimitError,
+    RecvError,
+    SessionAbortedError,
+    SessionStateError,
+)
+from sglang_recv.fdpass import OwnedFd
+from sglang_recv.memory import MemoryKind, StagingBuffer, import_buffer
+from sglang_recv.receiver.apply import Applier, Tensors
+from sglang_recv.receiver.catalog import Catalog
+from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded
+from sglang_recv.wire import (
+    MAX_BUCKETS_PER_ROUND,
+    MAX_BUFFERS,
+    Abort,
+    Aborted,
+    Ack,
+    Bucket,
+    Committed,
+    Error,
+    Finish,
+    Load,
+    OfferBuffer,
+    Open,
+    Opened,
+    Prepared,
+    RankFailed,
+    RankFinished,
+    RankMessage,
+    RankOpened,
+    RankRead,
+    RankReady,
+    RankReport,
+    ReleaseBuffer,
+    Released,
+    TensorSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox(Protocol):
+    """Where a rank's session sends its messages."""
+
+    def to_sender(self, peer: bytes, message: RankMessage) -> None:
+        """Answer a sender."""
+
+    def to_leader(self, report: RankReport) -> None:
+        """Report to the leader."""
+
+    def over(self, session: str) -> None:
+        """The session is over on this rank: drop its connections."""
+
+
+@dataclass
+class _Live:
+    """The session that holds this rank."""
+
+    id: str
+    kind: str
+    peer: bytes
+    sender: str
+    heard: float
+    announced: dict[str, TensorSpec] | None
+    state: str = "opening"
+    applier: Applier | None = None
+    seen: dict[str, TensorSpec] = field(default_factory=dict)
+    buffers: dict[int, StagingBuffer] = field(default_factory=dict)
+    in_flight: dict[int, set[int]] = field(default_factory=dict)
+    rounds: int = 0
+    done: int = 0
+    finishing: bool = False
+    aborted_by_sender: bool = False
+    failed: bool = False
+
+
+class RankSession:
+    """Checks what senders send, keeps the session's buffers, and reports to the leader.
+
+    Parameters
+    ----------
+    rank
+        Rank of this process in its engine.
+    device
+        Device whose memory this rank imports.
+    memory_kind
+        The kind of buffer that this rank accepts.
+    mailbox
+        Shared with the scheduler thread.
+    catalog
+        Makes the initial catalog; called when the first session opens, since it reads files.
+    outbox
+        Where messages go.
+    lease_seconds
+        How long a sender may be silent.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        memory_kind: MemoryKind,
+        mailbox: Mailbox,
+        catalog: Callable[[], Catalog],
+        outbox: Outbox,
+        *,
+        lease_seconds: float,
+    ) -> None:
+        self._rank = rank
+        self._device = device
+        self._kind = memory_kind
+        self._mailbox = mailbox
+        self._make_catalog = catalog
+        self._catalog: Catalog | None = None
+        self._out = outbox
+        self._lease = lease_seconds
+        self._live: _Live | None = None
+        self._waiting: tuple[bytes, Open] | None = None
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is known of the model's tensors."""
+        if self._catalog is None:
+            self._catalog = self._make_catalog()
+        return self._catalog
+
+    @property
+    def live(self) -> str:
+        """Id of the session that holds this rank, or an empty string."""
+        return self._live.id if self._live else ""
+
+    # --- from senders ------------------------------------------------------------------------------------------------
+
+    def open(self, peer: bytes, message: Open) -> None:
+        """Take an ``Open``.
+
+        Raises
+        ------
+        RecvError
+            When it is refused; nothing has changed then.
+        """
+        if self._live is not None:
+            if not message.takeover:
+                raise BusyError(
+                    f"session {self._live.id[:8]} of sender {self._live.sender} holds this rank",
+                    fix="wait until it ends, or open with takeover=True to end it",
+                )
+            self._waiting = (peer, message)
+            self._fail(SessionAbortedError(f"taken over by sender {message.sender}", fix="open a new session"))
+            return
+        if message.kind not in manifest.KINDS:
+            raise BadMessageError(f"kind {message.kind!r} is not one of {manifest.KINDS}", fix="use one of these")
+        if not 16 <= len(message.session) <= 64:
+            raise BadMessageError(
+                f"a session id of {len(message.session)} characters", fix="use 32 hex digits (128 random bits)"
+            )
+        announced = None
+        if message.manifest is not None:
+            findings = manifest.check_specs(message.manifest) or self.catalog.problems(message.manifest)
+            if message.kind == "full":
+                findings += self.catalog.missing(spec.name for spec in message.manifest)
+            if findings:
+                raise manifest.manifest_error(findings, "the announced tensors do not fit this engine's model")
+            announced = {spec.name: spec for spec in message.manifest}
+        self._live = _Live(message.session, message.kind, peer, message.sender, time.monotonic(), announced)
+        self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender))
+
+    def heard(self, session: str, sender: str) -> None:
+        """Renew the lease."""
+        if self._live is not None and (self._live.id, self._live.sender) == (session, sender):
+            self._live.heard = time.monotonic()
+
+    def load(self, message: Load) -> None:
+        """Take the buckets of one round."""
+        live = self._expect(message.session, "open", "receiving")
+        if message.round != live.rounds:
+            raise SessionStateError(
+                f"round {message.round} came, round {live.rounds} was due", fix="send rounds in order, each once"
+            )
+        if len(message.buckets) > MAX_BUCKETS_PER_ROUND:
+            raise LimitError(
+                f"{len(message.buckets)} buckets in one round, the limit is {MAX_BUCKETS_PER_ROUND}",
+                fix="use larger buckets",
+            )
+        specs = [entry.spec for bucket in message.buckets for entry in bucket.entries]
+        findings = manifest.check_specs(specs) or self._stream_problems(live, specs)
+        if findings:
+            raise manifest.manifest_error(findings, f"round {message.round} does not fit this engine's model")
+        buckets = [self._tensors(live, bucket) for bucket in message.buckets]
+        live.seen |= {spec.name: spec for spec in specs}
+        live.in_flight[message.round] = {entry.buffer for bucket in message.buckets for entry in bucket.entries}
+        live.rounds += 1
+        live.state = "receiving"
+        self._mailbox.put_round(live.id, message.round, buckets)
+        self._out.to_leader(RankReady(live.id, self._rank, message.round))
+
+    def release(self, message: ReleaseBuffer) -> None:
+        """Unmap one buffer."""
+        live = self._expect(message.session, "open", "receiving", "finished")
+        busy = [number for number, buffers in live.in_flight.items() if message.buffer in buffers]
+        buffer = live.buffers.get(message.buffer)
+        if buffer is None or busy:
+            raise BadBufferError(
+                f"buffer {message.buffer} is " + (f"used by rounds {busy}" if busy else "not mapped"),
+                fix="release a buffer once, after the Ack of every round that uses it",
+            )
+        del live.buffers[message.buffer]
+        buffer.close()
+        self._out.to_sender(live.peer, Released(live.id, message.buffer))
+
+    def finish(self, message: Finish) -> None:
+        """The sender has sent everything."""
+        live = self._expect(message.session, "open", "receiving")
+        if message.rounds != live.rounds:
+            raise SessionStateError(
+                f"the sender finished {message.rounds} rounds, this rank got {live.rounds}", fix="report this"
+            )
+        live.state = "finished"
+        live.finishing = True
+        self._report_finished(live)
+
+    def abort(self, message: Abort) -> None:
+        """The sender gives up."""
+        live = self._expect(message.session)
+        live.aborted_by_sender = True
+        self._fail(SessionAbortedError(f"aborted by its sender: {message.reason}", fix="open a new session"))
+
+    def offer(self, message: OfferBuffer, fd: OwnedFd) -> None:
+        """Map a buffer. Takes the fd in any case."""
+        with fd:
+            live = self._expect(message.session)
+            if message.kind != self._kind.value:
+                raise BadBufferError(
+                    f"a buffer of kind {message.kind!r}, this rank takes {self._kind.value!r}",
+                    fix="let WeightClient allocate staging, it asks the rank",
+                )
+            if message.buffer in live.buffers or len(live.buffers) >= MAX_BUFFERS:
+                raise BadBufferError(
+                    f"buffer {message.buffer} is mapped already, or {MAX_BUFFERS} buffers are",
+                    fix="give every buffer a new id and release those that are not needed",
+                )
+            live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
+
+    def error(self, error: RecvError, session: str) -> bool:
+        """Something that a sender sent was wrong: end its session, if it is the live one. True when it was."""
+        if self._live is None or self._live.id != session:
+            return False
+        self._fail(error)
+        return True
+
+    def lost(self, session: str, how: str) -> None:
+        """The sender's connection is gone."""
+        live = self._live
+        if live is not None and live.id == session:
+            self._fail(
+                LeaseLostError(
+                    f"sender {live.sender} of session {live.id[:8]} is gone: {how}",
+                    fix="look at the log of the trainer; the next full update repairs the engine",
+                )
+            )
+
+    def tick(self) -> None:
+        """End the session when its lease ran out."""
+        live = self._live
+        if live is not None and not live.failed:
+            silent = time.monotonic() - live.heard
+            if silent > self._lease:
+                self.lost(live.id, f"silent for {silent:.1f} s, the lease is {self._lease:.1f} s")
+
+    # --- from the scheduler thread -----------------------------------------------------------------------------------
+
+    def open_voted(self, event: OpenVoted) -> None:
+        """The open carrier ran."""
+        live = self._live
+        if live is None or live.id != event.session:
+            return
+        if event.error is not None:
+            self._over(live, Error.of(event.error, live.id, self._mailbox.status.state))
+            return
+        live.applier = event.applier
+        live.state = "open"
+        self._out.to_sender(live.peer, Opened(live.id))
+
+    def round_done(self, event: RoundDone) -> None:
+        """A load carrier ran."""
+        live = self._live
+        if live is None or live.id != event.session:
+            return
+        if event.error is not None:
+            self._fail(event.error)
+            return
+        if event.round < live.rounds:
+            live.done += 1
+            live.in_flight.pop(event.round, None)
+            self._out.to_sender(live.peer, Ack(live.id, event.round, event.seconds))
+            self._report_finished(live)
+
+    def ended(self, event: SessionEnded) -> None:
+        """The session is over on the scheduler threads."""
+        live = self._live
+        if live is None or live.id != event.session:
+            return
+        state = self._mailbox.status.state
+        if event.error is None:
+            if live.kind == "full" and live.seen:
+                self._catalog = self.catalog.learn(live.seen.values())
+            self._over(live, Committed(live.id, event.version))
+        elif live.aborted_by_sender:
+            self._over(live, Aborted(live.id, event.error.message, state))
+        else:
+            self._over(live, Error.of(event.error, live.id, state))
+
+    # --- from the leader ---------------------------------------------------------------------------------------------
+
+    def prepared(self, session: str) -> None:
+        """All ranks have finished and the update is complete."""
+        live = self._live
+        if live is not None and live.id == session:
+            live.state = "prepared"
+            self._out.to_sender(live.peer, Prepared(live.id))
+
+    def ended_by_leader(self, session: str, error: Error) -> None:
+        """The session ended before the scheduler threads knew of it."""
+        live = self._live
+        if live is None or live.id != session:
+            return
+        state = self._mailbox.status.state
+        if live.aborted_by_sender:
+            self._over(live, Aborted(live.id, error.message, state))
+        else:
+            self._over(live, Error.of(error.exception(), live.id, state))
+
+    def asked(self, session: str, names: Sequence[str]) -> None:
+        """The leader asks which of ``names`` this rank has read."""
+        live = self._live
+        if live is not None and live.id == session and live.applier is not None:
+            unread = set(live.applier.unread())
+            read = tuple(name for name in names if name in live.seen and name not in unread)
+            self._out.to_leader(RankRead(live.id, self._rank, read))
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _expect(self, session: str, *states: str) -> _Live:
+        live = self._live
+        if live is None or live.id != session:
+            raise SessionStateError(
+                f"session {session[:8]} is not open on rank {self._rank}", fix="open a session; it may have ended"
+            )
+        if live.failed:
+            raise SessionStateError(f"session {session[:8]} is ending", fix="wait for the answer")
+        if states and live.state not in states:
+            raise SessionStateError(
+                f"session {session[:8]} is {live.state}, this message needs {' or '.join(states)}",
+                fix="see docs/protocol.md",
+            )
+        live.heard = time.monotonic()
+        return live
+
+    def _stream_problems(self, live: _Live, specs: Sequence[TensorSpec]) -> list[str]:
+        found = [f"{spec.name}: sent twice" for spec in specs if spec.name in live.seen]
+        if live.announced is None:
+            return found + self.catalog.problems(specs)
+        for spec in specs:
+            known = live.announced.get(spec.name)
+            if known is None:
+                found.append(f"{spec.name}: not in the announced manifest")
+            elif known != spec:
+                found.append(f"{spec.name}: {spec.dtype}{list(spec.shape)} came, {known} was announced")
+        return found
+
+    def _tensors(self, live: _Live, bucket: Bucket) -> Tensors:
+        """Views into the mapped buffers, one per entry."""
+        flat = {number: buffer.tensor() for number, buffer in live.buffers.items()}
+        found = []
+        for entry in bucket.entries:
+            spec, size = entry.spec, manifest.nbytes(entry.spec)
+            dtype = manifest.dtype_of(spec.dtype)
+            if not size:
+                found.append((spec.name, torch.empty(spec.shape, dtype=dtype, device=self._device)))
+                continue
+            buffer = flat.get(entry.buffer)
+            limit = 0 if buffer is None else buffer.numel()
+            if buffer is None or entry.offset < 0 or entry.offset + size > limit or entry.offset % manifest.ALIGNMENT:
+                raise BadBufferError(
+                    f"{spec.name}: bytes {entry.offset} to {entry.offset + size} of buffer {entry.buffer}, which has "
+                    f"{limit} mapped bytes; offsets are multiples of {manifest.ALIGNMENT}",
+                    fix="offer the buffer before the Load that uses it, and keep entries inside it",
+                )
+            found.append((spec.name, buffer[entry.offset : entry.offset + size].view(dtype).view(spec.shape)))
+        return found
+
+    def _report_finished(self, live: _Live) -> None:
+        if not live.finishing or live.done < live.rounds:
+            return
+        assert live.applier is not None
+        live.finishing = False
+        unread = tuple(name for name in live.applier.unread() if not self.catalog.skipped(name))
+        missing = live.applier.missing() if live.kind == "full" else ()
+        self._out.to_leader(RankFinished(live.id, self._rank, live.rounds, unread, missing))
+
+    def _fail(self, error: RecvError) -> None:
+        live = self._live
+        if live is not None and not live.failed:
+            live.failed = True
+            self._out.to_leader(RankFailed(live.id, self._rank, Error.of(error)))
+
+    def _over(self, live: _Live, answer: RankMessage) -> None:
+        """Unmap everything, tell the sender, be free."""
+        self._mailbox.drop_rounds()
+        for buffer in live.buffers.values():
+            buffer.close()
+        self._live = None
+        self._out.to_sender(live.peer, answer)
+        self._out.over(live.id)
+        if self._waiting is not None:
+            (peer, message), self._waiting = self._waiting, None
+            try:
+                self.open(peer, message)
+            except RecvError as error:
+                self._out.to_sender(peer, Error.of(error, message.session))
