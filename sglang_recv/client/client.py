@@ -18,6 +18,7 @@ from sglang_recv.client.select import Ranks, Sender, pair
 from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport
 from sglang_recv.client.target import HttpTarget, Target
 from sglang_recv.errors import (
+    EngineLostError,
     FullUpdateRequiredError,
     ManifestError,
     RecvError,
@@ -25,7 +26,7 @@ from sglang_recv.errors import (
     WeightsReleasedError,
 )
 from sglang_recv.memory import granularity
-from sglang_recv.wire import Checksum, ChecksumRequest, Open, TensorSpec, Welcome
+from sglang_recv.wire import Checksum, ChecksumRequest, Open, RankTable, TensorSpec, Welcome
 
 #: Bytes of one slot when nothing is said: on a GPU large enough that a bucket's fixed cost is small, on a CPU small.
 SLOT_BYTES: Final = {"cuda": 512 << 20, "cpu": 64 << 20}
@@ -84,6 +85,7 @@ class WeightClient:
         self._slot_bytes = slot_bytes
         self._deadline = deadline
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tables: dict[str, RankTable] = {}
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     # --- public ------------------------------------------------------------------------------------------------------
@@ -236,24 +238,53 @@ class WeightClient:
     @contextlib.contextmanager
     def _links(self, ranks: Ranks, *, check: bool, kind: str = "") -> Iterator[list[RankLink]]:
         """Discover, pair, connect and greet; with ``check``, refuse engines that cannot take an update of ``kind``."""
-        sender = _sender()
-        pairs = []
-        problems: list[RecvError] = []
-        for target in self._targets:
-            try:
-                pairs += [(target.name, p) for p in pair(self._mode, target.name, target.rank_table(), sender, ranks)]
-            except RecvError as error:
-                problems.append(error)
-        _raise_all(problems)
-        links = [RankLink(self._context, engine, p) for engine, p in pairs]
+        links = self._connect(ranks)
         try:
-            greet(links, self._name, self._deadline)
             if check:
                 _raise_all([error for link in links for error in _refusals(link, kind)])
             yield links
         finally:
             for link in links:
                 link.close()
+
+    def _connect(self, ranks: Ranks) -> list[RankLink]:
+        """Links to all wanted ranks. An engine that was restarted since the last time is discovered again."""
+        sender = _sender()
+        links: list[RankLink] = []
+        problems: list[RecvError] = []
+        for target in self._targets:
+            known = target.name in self._tables
+            try:
+                try:
+                    links += self._connect_one(target, sender, ranks)
+                except EngineLostError:
+                    if not known:
+                        raise
+                    del self._tables[target.name]
+                    links += self._connect_one(target, sender, ranks)
+            except RecvError as error:
+                problems.append(error)
+        if problems:
+            for link in links:
+                link.close()
+        _raise_all(problems)
+        return links
+
+    def _connect_one(self, target: Target, sender: Sender, ranks: Ranks) -> list[RankLink]:
+        table = self._tables.get(target.name)
+        if table is None:
+            table = self._tables[target.name] = target.rank_table()
+        links = []
+        try:
+            for found in pair(self._mode, target.name, table, sender, ranks):
+                links.append(RankLink(self._context, target.name, found))
+                links[-1].connect(self._deadline)
+            greet(links, table.engine, self._name, self._deadline)
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
+        return links
 
     def _sizes(self, links: Sequence[RankLink], specs: Sequence[TensorSpec] | None) -> tuple[int, int]:
         """Bytes of one slot, and the peak on one device that is known beforehand."""

@@ -111,21 +111,31 @@ class RankLink:
             self.error = self.error or message.exception()
             self.weights_state = message.weights_state
 
-    def attach(self, session: str, sender: str, timeout: float) -> None:
-        """Open the Unix connection that is the lease and carries fds.
+    def connect(self, timeout: float) -> None:
+        """Open the Unix connection; unlike ZMQ's it says at once when nobody is there.
 
         Raises
         ------
         EngineLostError
             When the rank's socket is gone.
+        PeerDeniedError
+            When it belongs to another user.
         """
         try:
             self.fds = FdConnection.connect(Path(self.info.fds), timeout)
+        except OSError as error:
+            raise EngineLostError(
+                f"{self.name}: nobody answers at {self.info.fds}: {error}",
+                fix="check that the engine runs and that both sides see the same SGLANG_RECV_DIR",
+            ) from error
+
+    def attach(self, session: str, sender: str, timeout: float) -> None:
+        """Bind the Unix connection to the lease of a session."""
+        try:
             self._ask(Attach(session, sender), None, timeout)
         except (OSError, EOFError) as error:
             raise EngineLostError(
-                f"{self.name}: its socket {self.info.fds} cannot be used: {error}",
-                fix="check that the engine runs and that both sides see the same SGLANG_RECV_DIR",
+                f"{self.name} closed its socket {self.info.fds}: {error!r}", fix="look at the engine's log"
             ) from error
 
     def offer(self, message: OfferBuffer, fd: int, timeout: float) -> None:
@@ -314,8 +324,8 @@ class Heart:
         self._stop.close()
 
 
-def greet(links: Sequence[RankLink], sender: str, deadline: float) -> None:
-    """Exchange Hello and Welcome with every rank.
+def greet(links: Sequence[RankLink], engine: str, sender: str, deadline: float) -> None:
+    """Exchange Hello and Welcome with every rank of the engine that published the id ``engine``.
 
     Raises
     ------
@@ -332,8 +342,9 @@ def greet(links: Sequence[RankLink], sender: str, deadline: float) -> None:
         welcome = link.welcome
         assert welcome is not None
         wire.check_major(welcome.protocol_major, welcome.protocol_minor, link.name)
-        if welcome.device != link.info.device or welcome.boot_id != link.info.boot_id:
+        if (welcome.engine, welcome.device) != (engine, link.info.device):
             raise EngineLostError(
-                f"{link.name} published device {link.info.device}, but {welcome.device} answers at its address",
+                f"{link.name}: engine {welcome.engine} on {welcome.device} answers where {engine} on "
+                f"{link.info.device} was expected",
                 fix="the engine was restarted: discover it again",
             )

@@ -113,6 +113,7 @@ class Session:
         self._phases = dict.fromkeys(("open", "pack", "wait", "finish", "commit"), 0.0)
         self._staging: Staging | None = None
         self._fill: _Fill | None = None
+        self._large: Buffer | None = None
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._names: set[str] = set()
         self._slot = 0
@@ -291,14 +292,23 @@ class Session:
             self._staging.pack(fill.buffer, placed)
 
     def _oversize(self, tensors: Sequence[tuple[TensorSpec, torch.Tensor]], needed: int) -> None:
-        """Tensors that no slot can hold travel in a buffer of their own, which is given back at once."""
+        """Tensors that no slot can hold travel in a buffer of their own, which is kept for the next such ones."""
         assert self._staging is not None
         self._flush_bucket()
-        buffer = self._staging.add(needed)
+        buffer = self._large
+        if buffer is not None:
+            self._wait_acked(buffer.free_at)
+            if buffer.nbytes < needed:
+                self._release(buffer)
+                buffer = None
+        if buffer is None:
+            buffer = self._large = self._staging.add(needed)
         fill = _Fill(buffer)
         self._copy(fill, tensors)
         self._send_round(fill)
-        self._wait_acked(buffer.free_at)
+
+    def _release(self, buffer: Buffer) -> None:
+        assert self._staging is not None
         for link in self._links:
             link.send(ReleaseBuffer(self.id, buffer.number))
         self._wait(lambda link: buffer.number in link.released, f"release of buffer {buffer.number}")

@@ -40,21 +40,32 @@ class StockApplier:
     ----------
     model
         The model of this rank.
+    observe
+        False when the very same manifest was already seen to reach every parameter of this model: what a loader does
+        depends on names, dtypes and shapes, so watching each operation again would tell nothing new.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, observe: bool = True) -> None:
         self._model: Any = model
+        self._observe = observe
         self._written = Ranges()
         self._unread: list[str] = []
 
     def apply(self, tensors: Tensors) -> None:
         """See :meth:`Applier.apply`."""
+        if not self._observe:
+            self._load(tensors)
+            return
         sized = [(name, tensor) for name, tensor in tensors if tensor.numel()]
         staged = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in sized)
         mode = CoverageMode(self._written, staged)
+        with mode:
+            self._load(tensors)
+        self._unread += [name for name, _ in sized if name not in mode.read]
+
+    def _load(self, tensors: Tensors) -> None:
         try:
-            with mode:
-                self._model.load_weights(tensors)
+            self._model.load_weights(tensors)
         except RecvError:
             raise
         except Exception as error:
@@ -64,7 +75,6 @@ class StockApplier:
                 f"{type(error).__name__}: {error}",
                 fix="compare names, shapes and dtypes with the engine's checkpoint; the engine's log has the traceback",
             ) from error
-        self._unread += [name for name, _ in sized if name not in mode.read]
 
     def unread(self) -> tuple[str, ...]:
         """See :meth:`Applier.unread`."""
@@ -72,6 +82,8 @@ class StockApplier:
 
     def missing(self) -> tuple[str, ...]:
         """See :meth:`Applier.missing`."""
+        if not self._observe:
+            return ()
         found = []
         for name, parameter in self._model.named_parameters():
             lacking = self._written.missing_bytes(parameter.data)

@@ -88,7 +88,10 @@ def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def digests(model: torch.nn.Module) -> dict[str, str]:
     """Digest of each tensor that ``model`` holds, by name."""
     with torch.no_grad():
-        return {name: digest(tensor) for name, tensor in held_tensors(model)}
+        found = {name: digest(tensor) for name, tensor in held_tensors(model)}
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the temporaries, so that a checksum leaves the device's memory as it was
+    return found
 
 
 def overall(tensors: dict[str, str]) -> str:

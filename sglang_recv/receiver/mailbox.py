@@ -82,6 +82,7 @@ class Mailbox:
         self._rounds: dict[tuple[str, int], list[Tensors]] = {}
         self._events: deque[Event] = deque()
         self._prepared = ""
+        self._known = ""
 
     def put_round(self, session: str, number: int, buckets: list[Tensors]) -> None:
         """Service thread: this rank holds all buckets of the round."""
@@ -110,6 +111,14 @@ class Mailbox:
     def is_prepared(self, session: str) -> bool:
         """Leader's scheduler thread: see :meth:`set_prepared`."""
         return bool(session) and self._prepared == session
+
+    def set_known(self, session: str) -> None:
+        """Service thread, before the open carrier: this session's manifest is known to reach every parameter."""
+        self._known = session
+
+    def is_known(self, session: str) -> bool:
+        """Scheduler thread: see :meth:`set_known`."""
+        return bool(session) and self._known == session
 
     def post(self, event: Event) -> None:
         """Scheduler thread: hand over an event and wake the service thread."""

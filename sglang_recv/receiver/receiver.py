@@ -63,7 +63,7 @@ class Receiver:
                 fix="start the engine with --weight-receiver off, or fix what the message names",
             )
         self.mailbox = Mailbox()
-        self.replicated = Replicated(host, self.mailbox, lambda: StockApplier(host.model()))
+        self.replicated = Replicated(host, self.mailbox, lambda observe: StockApplier(host.model(), observe=observe))
         engine = share(secrets.token_hex(8).encode())[0].decode()
         self._folder = socket_root() / engine
         make_private_dir(socket_root())

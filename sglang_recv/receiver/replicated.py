@@ -63,10 +63,10 @@ class Replicated:
     mailbox
         Where the service thread finds what happened.
     make_applier
-        A fresh apply step for each session.
+        A fresh apply step for each session; the argument says whether it has to observe what the loader does.
     """
 
-    def __init__(self, host: Host, mailbox: Mailbox, make_applier: Callable[[], Applier]) -> None:
+    def __init__(self, host: Host, mailbox: Mailbox, make_applier: Callable[[bool], Applier]) -> None:
         self._host = host
         self._mailbox = mailbox
         self._make_applier = make_applier
@@ -124,7 +124,7 @@ class Replicated:
             error = self._vote(lambda: self._may_open(carrier))
         applier = None
         if error is None:
-            applier = self._make_applier()
+            applier = self._make_applier(not self._mailbox.is_known(carrier.session))
             self._session = _Session(carrier.session, carrier.kind, applier)
         self._publish()
         self._mailbox.post(OpenVoted(carrier.session, error, applier))

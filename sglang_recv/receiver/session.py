@@ -179,6 +179,8 @@ class RankSession:
             if findings:
                 raise manifest.manifest_error(findings, "the announced tensors do not fit this engine's model")
             announced = {spec.name: spec for spec in message.manifest}
+            if message.kind == "full" and self.catalog.proves(message.manifest):
+                self._mailbox.set_known(message.session)
         self._live = _Live(message.session, message.kind, peer, message.sender, time.monotonic(), announced)
         self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender))
 
@@ -231,6 +233,11 @@ class RankSession:
         if message.rounds != live.rounds:
             raise SessionStateError(
                 f"the sender finished {message.rounds} rounds, this rank got {live.rounds}", fix="report this"
+            )
+        unsent = sorted(set(live.announced or ()) - set(live.seen))
+        if unsent:
+            raise manifest.manifest_error(
+                [f"{name}: announced, but not sent" for name in unsent], "the update is not what was announced"
             )
         live.state = "finished"
         live.finishing = True

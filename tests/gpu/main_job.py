@@ -1,0 +1,156 @@
+"""The main job on one GPU: an engine with the memory saver, a trainer under its preload, stock and ours together.
+
+Run as a script it prints a table and writes JSON: ``python tests/gpu/main_job.py [--out DIR] [MODEL ...]``. Its
+functions are what tests/gpu/test_main_job.py asserts on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu.engine import GpuServer
+
+TRAINER = Path(__file__).with_name("trainer.py")
+
+
+def preload() -> str:
+    """The memory saver's preload library for the CUDA major that torch was built for."""
+    import torch
+    import torch_memory_saver
+
+    site = Path(torch_memory_saver.__file__).parents[1]
+    major = str(torch.version.cuda).split(".")[0]
+    for name in (f"preload_cu{major}", "preload"):
+        found = site / f"torch_memory_saver_hook_mode_{name}.abi3.so"
+        if found.exists():
+            return str(found)
+    raise FileNotFoundError(f"no preload library of torch_memory_saver in {site}")
+
+
+def trainer(url: str, model: str, *args: str, saver: bool) -> dict[str, Any]:
+    """Run a trainer process to its end and return its report."""
+    environment = dict(os.environ)
+    command = [sys.executable, str(TRAINER), url, model, *args]
+    if saver:
+        environment |= {"LD_PRELOAD": preload(), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+        command.append("--saver")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the trainer exited {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return report
+
+
+def used_bytes() -> int:
+    """Device memory in use by all processes, by the driver's own tool."""
+    out = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(out.stdout.split()[0]) << 20
+
+
+def check(server: GpuServer, action: str) -> dict[str, Any]:
+    """SGLang's own /weights_checker."""
+    answer = server.post("/weights_checker", {"action": action}, timeout=400)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def run(model: str, slot_mib: int) -> dict[str, Any]:
+    """Everything for one model."""
+    report: dict[str, Any] = {"model": model, "slot_mib": slot_mib}
+    with tempfile.TemporaryDirectory() as root:
+        begun = time.monotonic()
+        with GpuServer(model, Path(root), args=("--enable-memory-saver",)) as server:
+            report["engine_start_seconds"] = time.monotonic() - begun
+            report["engine_used_before"] = used_bytes()
+            slots = ("--slot-mib", str(slot_mib))
+            report["saver"] = trainer(server.url, model, *slots, "--version", "tms", saver=True)
+            report["engine_used_after"] = used_bytes()
+            report["weight_version"] = server.get("/model_info")["weight_version"]
+            check(server, "snapshot")
+            check(server, "reset_tensors")
+            again = trainer(server.url, model, *slots, "--version", "again", "--updates", "1", saver=True)
+            report["compare"] = check(server, "compare")
+            report["digests_equal_after_reset"] = again["digest"] == report["saver"]["digest"]
+            report["plain"] = trainer(server.url, model, *slots, "--stock", "3", saver=False)
+            report["digests_equal_to_stock"] = report["plain"]["stock_digest"] == report["saver"]["digest"]
+            report["log"] = server.tail(30)
+    return report
+
+
+def table(reports: list[dict[str, Any]]) -> str:
+    """The figures that matter, one line per model and way."""
+    lines = [f"{'model':6} {'way':34} {'first':>8} {'second':>8} {'third':>8}  (seconds)"]
+    for report in reports:
+        plain, saver = report["plain"], report["saver"]
+        rows = {
+            "stock flattened bucket, no saver": plain["stock_seconds"],
+            "ours, no saver": [run["seconds"] for run in plain["updates"]],
+            "ours, trainer under the saver": [run["seconds"] for run in saver["updates"]],
+            "one copy on the device": [plain["device_copy_seconds"]],
+        }
+        for way, seconds in rows.items():
+            lines.append(f"{report['model']:6} {way:34} " + " ".join(f"{s:8.3f}" for s in seconds))
+        last = saver["updates"][-1]
+        mib = {key: value >> 20 for key, value in last.items() if isinstance(value, int)}
+        lines += [
+            f"       stock share under the saver: {json.dumps(saver['stock_share'])}",
+            f"       compare after reset: {report['compare'].get('success')}, equal to stock: "
+            f"{report['digests_equal_to_stock']}, version {report['weight_version']}",
+            f"       MiB: staging {mib['staging_bytes']}, device at peak +{mib['device_bytes_in_use_at_peak']}, after "
+            f"+{mib['device_bytes_after']}; without a trainer before {report['engine_used_before'] >> 20}, after "
+            f"{report['engine_used_after'] >> 20}",
+            f"       phases of the last update: {json.dumps(last['phases'])}",
+        ]
+    return "\n".join(lines)
+
+
+def environment() -> dict[str, str]:
+    """What the figures were taken on."""
+    gpu = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    names = ("sglang", "torch", "torch_memory_saver", "cuda-bindings", "pyzmq", "msgspec")
+    versions = {name: metadata.version(name) for name in names}
+    return {"date": datetime.date.today().isoformat(), "gpu": gpu, "python": platform.python_version(), **versions}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=["0.6b", "30b"])
+    parser.add_argument("--slot-mib", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    reports = []
+    for model in options.models:
+        print(f"{model}: starting", flush=True)
+        reports.append(run(model, options.slot_mib))
+        result = {"environment": environment(), "reports": reports}
+        (options.out / "main_job.json").write_text(json.dumps(result, indent=1))
+        print(table(reports), flush=True)
+
+
+if __name__ == "__main__":
+    main()

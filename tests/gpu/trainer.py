@@ -1,0 +1,179 @@
+"""A trainer process for the GPU tests: holds random weights and updates a live engine. Prints one JSON object, last.
+
+Started under torch_memory_saver's preload it first shows that torch cannot share the very same tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from gpu import shapes
+from sglang_recv import WeightClient
+
+STOCK_BUCKET = 512 << 20  # bytes, what slime uses by default
+
+
+def free_bytes() -> int:
+    """Free memory of the device, as the driver counts it for all processes."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def on_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run ``work`` on a thread of its own."""
+    result: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: result.append(work()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def stock_share(tensor: torch.Tensor) -> str:
+    """What torch's CUDA IPC says to this tensor."""
+    try:
+        tensor.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return "ok"
+
+
+def buckets(tensors: dict[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors in lists of at most STOCK_BUCKET bytes."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    used = 0
+    for name, tensor in tensors.items():
+        if bucket and used + tensor.nbytes > STOCK_BUCKET:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append((name, tensor))
+        used += tensor.nbytes
+    yield bucket
+
+
+def stock_update(url: str, tensors: dict[str, torch.Tensor], version: str) -> float:
+    """SGLang's own way for a colocated trainer: a flattened bucket by torch CUDA IPC over HTTP. Returns seconds."""
+    import urllib.request
+
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    started = time.monotonic()
+    parts = list(buckets(tensors))
+    for index, part in enumerate(parts):
+        flat = FlattenedTensorBucket(named_tensors=part)
+        data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        last = index == len(parts) - 1
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [MultiprocessingSerializer.serialize(data, output_str=True)],
+            "load_format": "flattened_bucket",
+            "flush_cache": last,
+        }
+        if last:
+            body["weight_version"] = version
+        request = urllib.request.Request(
+            f"{url}/update_weights_from_tensor",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            assert json.load(response)["success"]
+        del flat, data
+        torch.cuda.ipc_collect()
+    torch.cuda.synchronize()
+    return time.monotonic() - started
+
+
+def device_copy(tensors: dict[str, torch.Tensor]) -> float:
+    """Seconds to copy the same bytes once on the device, through 2 GiB of scratch: the limit of any way that copies."""
+    scratch = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    targets = [scratch[: t.nbytes].view(t.dtype).view(t.shape) for t in tensors.values()]
+    seconds = 0.0
+    for _ in range(2):  # the first one pays for what the second is asked
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        torch._foreach_copy_(targets, list(tensors.values()))
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - started
+    return seconds
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("model")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--slot-mib", type=int, default=512)
+    parser.add_argument("--saver", action="store_true", help="this process runs under the memory saver's preload")
+    parser.add_argument("--stock", type=int, default=0, help="how many stock updates to time first")
+    parser.add_argument("--version", default="v")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if options.saver:
+        from torch_memory_saver import torch_memory_saver
+
+        # TMS_INIT_ENABLE=1: this thread is inside a region from the start, and so is every other thread.
+        tensors = shapes.weights(options.model, options.seed, device)
+        last = next(reversed(tensors))
+        moved = on_thread(lambda: tensors[last].clone())
+        tensors[last] = moved
+        small = torch.zeros(8192, dtype=torch.uint8, device=device)
+        report["stock_share"] = {
+            "8,192 bytes in a region": stock_share(small),
+            "a weight in a region": stock_share(next(iter(tensors.values()))),
+            "a clone from another thread": stock_share(moved),
+        }
+        with torch_memory_saver.disable():
+            report["stock_share"]["another thread inside disable()"] = stock_share(on_thread(lambda: small.clone()))
+    else:
+        tensors = shapes.weights(options.model, options.seed, device)
+    report["tensors"] = len(tensors)
+    report["bytes"] = sum(t.nbytes for t in tensors.values())
+    if not options.saver:
+        report["device_copy_seconds"] = device_copy(tensors)
+    report["stock_seconds"] = [stock_update(options.url, tensors, f"stock{index}") for index in range(options.stock)]
+    baseline = free_bytes()
+    runs = []
+    with WeightClient(options.url, slot_bytes=options.slot_mib << 20, deadline=300) as client:
+        if options.stock:
+            report["stock_digest"] = client.checksum()[options.url][0].digest
+        for index in range(options.updates):
+            lowest = [baseline]
+
+            def note(_progress: object, lowest: list[int] = lowest) -> None:
+                lowest[0] = min(lowest[0], torch.cuda.mem_get_info()[0])
+
+            started = time.monotonic()
+            done = client.update(tensors, f"{options.version}{index}", on_progress=note)
+            runs.append(
+                {
+                    "seconds": time.monotonic() - started,
+                    "phases": done.phases,
+                    "rounds": done.rounds,
+                    "staging_bytes": done.staging_bytes,
+                    "device_bytes_in_use_at_peak": baseline - lowest[0],
+                    "device_bytes_after": baseline - free_bytes(),
+                }
+            )
+        report["digest"] = client.checksum()[options.url][0].digest
+    report["updates"] = runs
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
