@@ -36,6 +36,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of ``dtype`` without the prefix."""
     return str(dtype).removeprefix("torch.")
@@ -54,6 +55,38 @@ def nbytes(spec: TensorSpec) -> int:
 def align(offset: int) -> int:
     """``offset`` rounded up to :data:`ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@cache
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+class Views:
+    """Tensors inside a buffer: one torch call each, since an update has tens of thousands of them.
+
+    Parameters
+    ----------
+    buffer
+        uint8, shape [bytes], starting at the beginning of its storage.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self.nbytes = buffer.numel()
+
+    def at(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The contiguous tensor at ``offset`` bytes, which is a multiple of the item's size and inside the buffer."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            whole = self.nbytes - self.nbytes % dtype.itemsize
+            typed = self._typed[dtype] = self._buffer[:whole].view(dtype)
+        return typed.as_strided(shape, _contiguous_strides(shape), offset // dtype.itemsize)
 
 
 def digest(specs: Iterable[TensorSpec]) -> str:

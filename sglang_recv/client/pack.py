@@ -7,17 +7,19 @@ from typing import Protocol
 
 import torch
 
+from sglang_recv.manifest import Views
+
 
 class Packer(Protocol):
     """Copies tensors into one buffer. One packer per staging buffer's device."""
 
-    def pack(self, buffer: torch.Tensor, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def pack(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Start copying.
 
         Parameters
         ----------
         buffer
-            uint8, shape [bytes].
+            The staging buffer.
         tensors
             Offsets in bytes into ``buffer``, and what goes there; the copies have been queued behind the current
             stream's work when this returns, so a source may be reused by later work on that stream.
@@ -40,15 +42,18 @@ class TorchPacker:
         self._device = device
 
     @torch.no_grad()
-    def pack(self, buffer: torch.Tensor, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def pack(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See :meth:`Packer.pack`."""
+        targets, sources, on_device = [], [], self._device.type == "cuda"
         for offset, tensor in tensors:
             if tensor.numel():
-                size = tensor.numel() * tensor.element_size()
-                target = buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-                # Only between device memories is a copy ordered behind later reuse of the source; from or to the host a
-                # non-blocking copy may still run when the caller overwrites it.
-                target.copy_(tensor.detach(), non_blocking=tensor.is_cuda and target.is_cuda)
+                targets.append(buffer.at(offset, tensor.dtype, tuple(tensor.shape)))
+                sources.append(tensor.detach())
+                on_device = on_device and tensor.is_cuda
+        if targets:
+            # Only between device memories is a copy ordered behind later reuse of the source; from or to the host a
+            # non-blocking copy may still run when the caller overwrites it.
+            torch._foreach_copy_(targets, sources, non_blocking=on_device)
 
     def wait(self) -> None:
         """See :meth:`Packer.wait`."""

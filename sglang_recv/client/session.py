@@ -70,6 +70,8 @@ class _Fill:
     buffer: Buffer
     entries: list[Entry] = field(default_factory=list)
     used: int = 0
+    #: What is placed but not copied yet; only from sources that keep all their tensors anyway.
+    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 class Session:
@@ -108,7 +110,7 @@ class Session:
         self._coordinator = coordinator
         self._groups = groups
         self._on_progress = on_progress
-        self._announced = None if request.manifest is None else {spec.name for spec in request.manifest}
+        self._announced = None if request.manifest is None else {spec.name: spec for spec in request.manifest}
         self._started = time.monotonic()
         self._phases = dict.fromkeys(("open", "pack", "wait", "finish", "commit"), 0.0)
         self._staging: Staging | None = None
@@ -116,6 +118,7 @@ class Session:
         self._large: Buffer | None = None
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._names: set[str] = set()
+        self._kept = False
         self._slot = 0
         self._rounds = 0
         self._nbytes = 0
@@ -151,10 +154,12 @@ class Session:
             When a rank refuses or fails; the session is over then.
         """
         self._check_open()
+        self._kept = isinstance(named_tensors, (Mapping, list, tuple))
         try:
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
             for name, tensor in pairs:
                 self._add(name, tensor)
+            self._pack_waiting()
         except BaseException as error:
             self.abort(f"{type(error).__name__} while sending")
             raise
@@ -233,11 +238,13 @@ class Session:
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         spec = manifest.spec_of(name, tensor)
-        findings = manifest.problems_of(spec)
+        findings = []
+        if self._announced is None:
+            findings += manifest.problems_of(spec)
+        elif self._announced.get(name) != spec:
+            findings.append(f"{name}: {spec.dtype}{list(spec.shape)} is not what was announced")
         if name in self._names:
             findings.append(f"{name}: sent twice")
-        if self._announced is not None and name not in self._announced:
-            findings.append(f"{name}: not in the announced manifest")
         if tensor.layout is not torch.strided or tensor.is_meta:
             findings.append(f"{name}: layout {tensor.layout} on {tensor.device} has no bytes to send")
         if findings:
@@ -280,16 +287,26 @@ class Session:
 
     def _copy(self, fill: _Fill, tensors: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
         assert self._staging is not None
+        for spec, tensor in tensors:
+            size = manifest.nbytes(spec)
+            fill.entries.append(Entry(spec, fill.buffer.number, fill.used))
+            fill.waiting.append((fill.used, tensor))
+            fill.used += manifest.align(size)
+            self._nbytes += size
+            self._sent += 1
+        if not self._kept:
+            self._pack(fill)
+
+    def _pack(self, fill: _Fill) -> None:
+        assert self._staging is not None
         with self._phase("pack"):
-            placed = []
-            for spec, tensor in tensors:
-                size = manifest.nbytes(spec)
-                fill.entries.append(Entry(spec, fill.buffer.number, fill.used))
-                placed.append((fill.used, tensor))
-                fill.used += manifest.align(size)
-                self._nbytes += size
-                self._sent += 1
-            self._staging.pack(fill.buffer, placed)
+            self._staging.pack(fill.buffer, fill.waiting)
+            fill.waiting.clear()
+
+    def _pack_waiting(self) -> None:
+        """Before a call returns, nothing of its tensors is needed any more."""
+        if self._fill is not None:
+            self._pack(self._fill)
 
     def _oversize(self, tensors: Sequence[tuple[TensorSpec, torch.Tensor]], needed: int) -> None:
         """Tensors that no slot can hold travel in a buffer of their own, which is kept for the next such ones."""
@@ -332,6 +349,7 @@ class Session:
 
     def _send_round(self, fill: _Fill) -> None:
         assert self._staging is not None
+        self._pack(fill)
         with self._phase("pack"):
             self._staging.wait_packed()
         message = Load(self.id, self._rounds, (Bucket(tuple(fill.entries)),))

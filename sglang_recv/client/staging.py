@@ -8,6 +8,7 @@ import torch
 
 from sglang_recv.client.link import RankLink
 from sglang_recv.client.pack import Packer, TorchPacker
+from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
 
@@ -21,9 +22,11 @@ class Buffer:
         #: Rounds below this one must be acknowledged before the buffer may be written again.
         self.free_at = 0
         self.parts: dict[str, ExportableBuffer] = {}
+        self.views: dict[str, Views] = {}
         try:
             for device in devices:
-                self.parts[device] = allocate(torch.device(device), nbytes)
+                part = self.parts[device] = allocate(torch.device(device), nbytes)
+                self.views[device] = Views(part.tensor())
         except BaseException:
             self.close()
             raise
@@ -42,6 +45,7 @@ class Buffer:
 
     def close(self) -> None:
         """Free the memory on this side."""
+        self.views.clear()
         for part in self.parts.values():
             part.close()
 
@@ -104,8 +108,8 @@ class Staging:
 
     def pack(self, buffer: Buffer, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Start copying tensors to their offsets, on every device."""
-        for device, part in buffer.parts.items():
-            self.packers[device].pack(part.tensor(), tensors)
+        for device, views in buffer.views.items():
+            self.packers[device].pack(views, tensors)
 
     def wait_packed(self) -> None:
         """Return once all started copies are done."""

@@ -360,8 +360,9 @@ def _import_error(
             "and not GPU memory that this device can map",
             fix="send the fd that export_fd() of an allocated staging buffer on the same GPU returned",
         )
-    # An allocation does not tell its size, so this is where an announcement that is too large comes out.
-    if error.call == "cuMemMap" and error.name == "CUDA_ERROR_INVALID_VALUE":
+    # An allocation does not tell its size, so this is where an announcement that is too large comes out. NOT_SUPPORTED
+    # is what driver 580 says of an imported allocation, INVALID_VALUE of one of our own.
+    if error.call == "cuMemMap" and error.name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"):
         return BadBufferError(
             f"{error}: a staging buffer of {nbytes} bytes was announced on {device}, and the fd has less",
             fix="announce the buffer's nbytes as allocate() returned it",

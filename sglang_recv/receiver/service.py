@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 #: Seconds without a word from a sender after which its session ends.
 LEASE_SECONDS: Final = 15.0
 _TICK_MS: Final = 250
+#: Seconds after which Python takes the interpreter lock from a thread that does not give it up (the default is 0.005).
+#: While loaders run Python code, each of the service thread's short steps waits that long, several times per round.
+_SWITCH_SECONDS: Final = 0.0002
 _MAX_PEERS: Final = 256
 
 
@@ -117,6 +121,7 @@ class Service:
         self._checksums: dict[str, bytes] = {}
         self._stop = Wakeup()
         self._stopping = False
+        self._switch_seconds = sys.getswitchinterval()
         self._session = RankSession(
             facts.rank,
             facts.device,
@@ -223,6 +228,9 @@ class Service:
         self._session.tick()
         if self._leader is not None:
             self._leader.tick()
+        wanted = _SWITCH_SECONDS if self._session.live else self._switch_seconds
+        if sys.getswitchinterval() != wanted:
+            sys.setswitchinterval(wanted)
 
     def _from_scheduler(self) -> None:
         for event in self._mailbox.events():

@@ -83,6 +83,7 @@ class _Live:
     applier: Applier | None = None
     seen: dict[str, TensorSpec] = field(default_factory=dict)
     buffers: dict[int, StagingBuffer] = field(default_factory=dict)
+    views: dict[int, manifest.Views] = field(default_factory=dict)
     in_flight: dict[int, set[int]] = field(default_factory=dict)
     rounds: int = 0
     done: int = 0
@@ -202,7 +203,7 @@ class RankSession:
                 fix="use larger buckets",
             )
         specs = [entry.spec for bucket in message.buckets for entry in bucket.entries]
-        findings = manifest.check_specs(specs) or self._stream_problems(live, specs)
+        findings = self._announced_problems(live, specs) if live.announced else self._stream_problems(live, specs)
         if findings:
             raise manifest.manifest_error(findings, f"round {message.round} does not fit this engine's model")
         buckets = [self._tensors(live, bucket) for bucket in message.buckets]
@@ -223,7 +224,7 @@ class RankSession:
                 f"buffer {message.buffer} is " + (f"used by rounds {busy}" if busy else "not mapped"),
                 fix="release a buffer once, after the Ack of every round that uses it",
             )
-        del live.buffers[message.buffer]
+        del live.buffers[message.buffer], live.views[message.buffer]
         buffer.close()
         self._out.to_sender(live.peer, Released(live.id, message.buffer))
 
@@ -263,7 +264,8 @@ class RankSession:
                     f"buffer {message.buffer} is mapped already, or {MAX_BUFFERS} buffers are",
                     fix="give every buffer a new id and release those that are not needed",
                 )
-            live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
+            buffer = live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
+            live.views[message.buffer] = manifest.Views(buffer.tensor())
 
     def error(self, error: RecvError, session: str) -> bool:
         """Something that a sender sent was wrong: end its session, if it is the live one. True when it was."""
@@ -381,20 +383,24 @@ class RankSession:
         return live
 
     def _stream_problems(self, live: _Live, specs: Sequence[TensorSpec]) -> list[str]:
-        found = [f"{spec.name}: sent twice" for spec in specs if spec.name in live.seen]
-        if live.announced is None:
-            return found + self.catalog.problems(specs)
+        found = manifest.check_specs(specs)
+        found += [f"{spec.name}: sent twice" for spec in specs if spec.name in live.seen]
+        return found or self.catalog.problems(specs)
+
+    def _announced_problems(self, live: _Live, specs: Sequence[TensorSpec]) -> list[str]:
+        """As for a stream, but the specs were checked when they were announced."""
+        assert live.announced is not None
+        found, fresh = [], set()
         for spec in specs:
-            known = live.announced.get(spec.name)
-            if known is None:
-                found.append(f"{spec.name}: not in the announced manifest")
-            elif known != spec:
-                found.append(f"{spec.name}: {spec.dtype}{list(spec.shape)} came, {known} was announced")
+            if live.announced.get(spec.name) != spec:
+                found.append(f"{spec.name}: {spec.dtype}{list(spec.shape)} is not what was announced")
+            if spec.name in live.seen or spec.name in fresh:
+                found.append(f"{spec.name}: sent twice")
+            fresh.add(spec.name)
         return found
 
     def _tensors(self, live: _Live, bucket: Bucket) -> Tensors:
         """Views into the mapped buffers, one per entry."""
-        flat = {number: buffer.tensor() for number, buffer in live.buffers.items()}
         found = []
         for entry in bucket.entries:
             spec, size = entry.spec, manifest.nbytes(entry.spec)
@@ -402,15 +408,15 @@ class RankSession:
             if not size:
                 found.append((spec.name, torch.empty(spec.shape, dtype=dtype, device=self._device)))
                 continue
-            buffer = flat.get(entry.buffer)
-            limit = 0 if buffer is None else buffer.numel()
-            if buffer is None or entry.offset < 0 or entry.offset + size > limit or entry.offset % manifest.ALIGNMENT:
+            views = live.views.get(entry.buffer)
+            limit = 0 if views is None else views.nbytes
+            if views is None or entry.offset < 0 or entry.offset + size > limit or entry.offset % manifest.ALIGNMENT:
                 raise BadBufferError(
                     f"{spec.name}: bytes {entry.offset} to {entry.offset + size} of buffer {entry.buffer}, which has "
                     f"{limit} mapped bytes; offsets are multiples of {manifest.ALIGNMENT}",
                     fix="offer the buffer before the Load that uses it, and keep entries inside it",
                 )
-            found.append((spec.name, buffer[entry.offset : entry.offset + size].view(dtype).view(spec.shape)))
+            found.append((spec.name, views.at(entry.offset, dtype, spec.shape)))
         return found
 
     def _report_finished(self, live: _Live) -> None:
@@ -431,6 +437,7 @@ class RankSession:
     def _over(self, live: _Live, answer: RankMessage) -> None:
         """Unmap everything, tell the sender, be free."""
         self._mailbox.drop_rounds()
+        live.views.clear()
         for buffer in live.buffers.values():
             buffer.close()
         self._live = None

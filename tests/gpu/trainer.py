@@ -6,10 +6,12 @@ Started under torch_memory_saver's preload it first shows that torch cannot shar
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +66,6 @@ def buckets(tensors: dict[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.
 
 def stock_update(url: str, tensors: dict[str, torch.Tensor], version: str) -> float:
     """SGLang's own way for a colocated trainer: a flattened bucket by torch CUDA IPC over HTTP. Returns seconds."""
-    import urllib.request
-
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -93,6 +93,12 @@ def stock_update(url: str, tensors: dict[str, torch.Tensor], version: str) -> fl
         torch.cuda.ipc_collect()
     torch.cuda.synchronize()
     return time.monotonic() - started
+
+
+def flush(url: str) -> None:
+    """SGLang's /flush_cache."""
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache", data=b""), timeout=60):
+        pass
 
 
 def device_copy(tensors: dict[str, torch.Tensor]) -> float:
@@ -147,6 +153,10 @@ def main() -> None:
     if not options.saver:
         report["device_copy_seconds"] = device_copy(tensors)
     report["stock_seconds"] = [stock_update(options.url, tensors, f"stock{index}") for index in range(options.stock)]
+    gc.collect()
+    torch.cuda.ipc_collect()
+    # A first flush makes SGLang's own allocator take a segment for good; it must not count as ours.
+    flush(options.url)
     baseline = free_bytes()
     runs = []
     with WeightClient(options.url, slot_bytes=options.slot_mib << 20, deadline=300) as client:

@@ -153,7 +153,7 @@ def peer(path: Path, script: str, *args: object) -> Iterator[FdConnection]:
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(path), *map(str, args)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             stderr=subprocess.PIPE,
             text=True,
         )

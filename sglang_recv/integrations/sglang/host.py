@@ -58,6 +58,7 @@ class SGLangHost:
         self._group = self._updater.tp_cpu_group
         self._version = str(self._args.weight_version or "")
         self._injected: deque[UpdateWeightsFromIPCReqInput] = deque()
+        self._woken = False
         self._wakeup = Wakeup()
         sleeper = getattr(scheduler, "idle_sleeper", None)
         if sleeper is not None:
@@ -145,12 +146,15 @@ class SGLangHost:
     def inject(self, carrier: Carrier) -> None:
         """See Host. Any thread."""
         self._injected.append(UpdateWeightsFromIPCReqInput(zmq_handles=wire.encode_carrier(carrier)))
+        self._woken = True
         self._wakeup.set()
 
     def pull_injected(self) -> list[Any]:
         """Carriers to broadcast now; called where rank 0 pulls its requests."""
-        if not self._injected:
+        if not self._woken:
             return []
+        # In this order a carrier that comes meanwhile is taken now or wakes the next poll; never neither.
+        self._woken = False
         self._wakeup.clear()
         found = []
         while self._injected:
