@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import torch
@@ -16,10 +16,13 @@ from sglang_recv.wire import MAX_DIMS, MAX_NAME_CHARS, MAX_TENSORS, TensorSpec
 #: Every tensor in a buffer starts at a multiple of this many bytes, so that vector loads and views of any dtype work.
 ALIGNMENT: Final = 256
 
+#: Largest size of one dimension, so that the product of all of them is checked before torch sees it.
+MAX_SIZE: Final = 1 << 40
+
 KINDS: Final = ("full", "partial")
 
 
-@cache
+@lru_cache(256)
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype called ``name`` (``bfloat16``, ``float8_e4m3fn``, ...).
 
@@ -29,7 +32,8 @@ def dtype_of(name: str) -> torch.dtype:
         When torch has no such dtype.
     """
     found = getattr(torch, name, None) if name.isidentifier() else None
-    if not isinstance(found, torch.dtype):
+    # quint8, bits8 and their like have no arithmetic of their own, and no checkpoint holds them.
+    if not isinstance(found, torch.dtype) or name.startswith(("q", "bits")):
         raise ManifestError(
             f"{name[:80]!r} is not a torch dtype", fix="use torch's own name without 'torch.', e.g. 'bfloat16'"
         )
@@ -57,7 +61,7 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-@cache
+@lru_cache(1 << 16)  # bounded: shapes come from the wire
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -100,8 +104,10 @@ def problems_of(spec: TensorSpec) -> list[str]:
     found = []
     if not spec.name or len(spec.name) > MAX_NAME_CHARS:
         found.append(f"a name of {len(spec.name)} characters; 1 to {MAX_NAME_CHARS} are allowed: {spec.name[:60]!r}")
-    if len(spec.shape) > MAX_DIMS or any(n < 0 for n in spec.shape):
-        found.append(f"{spec.name}: shape {list(spec.shape)} has a negative size or more than {MAX_DIMS} dimensions")
+    if len(spec.shape) > MAX_DIMS or any(not 0 <= n <= MAX_SIZE for n in spec.shape):
+        found.append(
+            f"{spec.name}: shape {list(spec.shape)} has over {MAX_DIMS} dimensions or a size outside 0 to {MAX_SIZE}"
+        )
     try:
         dtype_of(spec.dtype)
     except ManifestError as error:

@@ -26,8 +26,11 @@ MAX_TENSORS: Final = 1_000_000
 MAX_DIMS: Final = 16
 MAX_BUFFERS: Final = 1024
 MAX_BUCKETS_PER_ROUND: Final = 256
-MAX_RANKS: Final = 1024
+#: Longest message of an error that goes out; what is cut is in the log of the side that raised it.
+MAX_ERROR_CHARS: Final = 4096
 
+#: Longest carrier; an abort carries an error with its details.
+MAX_CARRIER_CHARS: Final = 2 << 20
 #: Key of the rank table in ``/server_info``.
 INFO_KEY: Final = "sglang_recv"
 #: The single key of SGLang's ``zmq_handles`` under which a carrier travels.
@@ -245,6 +248,11 @@ class Checksum(msgspec.Struct, tag=True, frozen=True):
     weight_version: str
 
 
+def _printable(text: str) -> str:
+    cut = text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 4] + " ..."
+    return cut.encode("utf-8", "replace").decode()
+
+
 class Error(msgspec.Struct, tag=True, frozen=True):
     """An error of the tree in :mod:`sglang_recv.errors`. With a ``session``, that session is over."""
 
@@ -257,8 +265,9 @@ class Error(msgspec.Struct, tag=True, frozen=True):
 
     @classmethod
     def of(cls, error: RecvError, session: str = "", weights_state: str = "") -> Error:
-        """The message for ``error``."""
-        return cls(error.code, error.message, error.fix, error.details, session, weights_state)
+        """The message for ``error``, in what a message may hold: other people's texts can be of any length and form."""
+        details = tuple(_printable(line) for line in error.details[:200])
+        return cls(error.code, _printable(error.message), _printable(error.fix), details, session, weights_state)
 
     def exception(self) -> RecvError:
         """The error that the other side raised."""
@@ -431,9 +440,15 @@ def encode(message: msgspec.Struct) -> bytes:
     Raises
     ------
     LimitError
-        When they are more than :data:`MAX_MESSAGE_BYTES`.
+        When they are more than :data:`MAX_MESSAGE_BYTES`, or a field holds what msgpack cannot carry.
     """
-    raw: bytes = msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)
+    try:
+        raw: bytes = msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)
+    except (OverflowError, UnicodeError, ValueError) as error:
+        raise LimitError(
+            f"a {type(message).__name__} message cannot be encoded: {error}",
+            fix="integers have at most 64 bits, and texts are Unicode without lone surrogates",
+        ) from error
     if len(raw) > MAX_MESSAGE_BYTES:
         raise LimitError(
             f"a {type(message).__name__} message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES} bytes",
@@ -465,8 +480,9 @@ def decode(raw: bytes, kind: Any) -> Any:
             max_str_len=MAX_TEXT_CHARS,
             max_bin_len=0,
             max_ext_len=0,
-            max_array_len=MAX_TENSORS,
-            max_map_len=MAX_TENSORS,
+            # Each item takes a byte at least: a length that the message cannot hold must not reserve memory.
+            max_array_len=min(MAX_TENSORS, len(raw)),
+            max_map_len=min(MAX_TENSORS, len(raw)),
         )
         return msgspec.convert(plain, kind, strict=True)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException, msgspec.ValidationError) as error:
@@ -489,13 +505,15 @@ def decode_carrier(handles: dict[str, str]) -> Carrier | None:
     BadMessageError
         When our key is there, but what it holds is not a carrier.
     """
-    text = handles.get(CARRIER_KEY)
+    text: object = handles.get(CARRIER_KEY)
     if text is None:
         return None
     try:
+        if not isinstance(text, str) or len(text) > MAX_CARRIER_CHARS:
+            raise ValueError(f"not a text of at most {MAX_CARRIER_CHARS} characters")
         carrier: Carrier = msgspec.json.decode(text, type=Carrier)
         return carrier
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise BadMessageError(
             f"the {CARRIER_KEY!r} entry of zmq_handles is not a carrier: {error}",
             fix="send it with WeightClient; docs/wire.md has the format",

@@ -55,6 +55,8 @@ def pair(mode: str, engine: str, table: RankTable, sender: Sender, ranks: Ranks)
         raise UnsupportedError(
             f"engine {engine} offers {table.mode!r}, not 'vmm'", fix="start it with --weight-receiver vmm"
         )
+    if isinstance(ranks, str) and ranks not in ("all", "local"):
+        raise DeviceMismatchError(f"ranks={ranks!r}", fix="use 'all', 'local' or a list of ranks")
     wanted = [rank for rank in table.ranks if _wanted(rank, sender, ranks)]
     if not isinstance(ranks, str):
         unknown = sorted(set(ranks) - {rank.rank for rank in table.ranks})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,8 @@ import torch
 
 from sglang_recv.errors import ApplyError, RecvError
 from sglang_recv.receiver.coverage import CoverageMode, Ranges
+
+logger = logging.getLogger(__name__)
 
 #: A bucket as the model gets it: names and tensors that lie in staging.
 Tensors = Sequence[tuple[str, torch.Tensor]]
@@ -49,14 +52,18 @@ class StockApplier:
         self._model: Any = model
         self._observe = observe
         self._written = Ranges()
+        self._staged: list[tuple[int, int]] = []
         self._unread: list[str] = []
 
     def apply(self, tensors: Tensors) -> None:
         """See :meth:`Applier.apply`."""
+        sized = [(name, tensor) for name, tensor in tensors if tensor.numel()]
+        if sized:
+            first, last = min(t.data_ptr() for _, t in sized), max(t.data_ptr() + t.nbytes for _, t in sized)
+            self._staged.append((first, last))
         if not self._observe:
             self._load(tensors)
             return
-        sized = [(name, tensor) for name, tensor in tensors if tensor.numel()]
         staged = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in sized)
         mode = CoverageMode(self._written, staged)
         with mode:
@@ -69,12 +76,13 @@ class StockApplier:
         except RecvError:
             raise
         except Exception as error:
+            logger.exception("load_weights failed")
             names = ", ".join(name for name, _ in tensors[:3])
             raise ApplyError(
                 f"load_weights failed on a bucket of {len(tensors)} tensors ({names}, ...): "
                 f"{type(error).__name__}: {error}",
                 fix="compare names, shapes and dtypes with the engine's checkpoint; the engine's log has the traceback",
-            ) from error
+            ) from None
 
     def unread(self) -> tuple[str, ...]:
         """See :meth:`Applier.unread`."""
@@ -82,10 +90,13 @@ class StockApplier:
 
     def missing(self) -> tuple[str, ...]:
         """See :meth:`Applier.missing`."""
-        if not self._observe:
-            return ()
         found = []
         for name, parameter in self._model.named_parameters():
+            address = parameter.data_ptr()
+            if any(first <= address < last for first, last in self._staged):
+                found.append(f"{name}: the loader keeps the staging memory itself instead of a copy")
+            if not self._observe:
+                continue
             lacking = self._written.missing_bytes(parameter.data)
             if lacking:
                 total = parameter.numel() * parameter.element_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import struct
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ from typing import Final
 from sglang_recv import manifest
 from sglang_recv.wire import TensorSpec
 
-#: Last parts of names that a loader fuses inside one call: SGLang's DeepSeek loaders keep the first half in a local
+logger = logging.getLogger(__name__)
+
+#: Parts of names that a loader fuses inside one call: SGLang's DeepSeek loaders keep the first half in a local
 #: dict of the call (deepseek_weight_loader.py, ``cached_a_proj``), so halves in two buckets are silently not loaded.
 LOADED_TOGETHER: Final[tuple[tuple[str, ...], ...]] = (("q_a_proj", "kv_a_proj_with_mqa"),)
 
@@ -34,42 +37,56 @@ _SAFETENSORS_DTYPES: Final = {
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+#: Layers of the text model alone: a vision tower counts its own.
+_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
 def skipped_by_design(name: str, *, tied_embeddings: bool, num_layers: int | None) -> bool:
     """True for tensors of a checkpoint that SGLang's loaders leave out on purpose (docs/limits.md lists them)."""
     if _COMPUTED.search(name) or name.startswith("mtp."):
         return True
-    if tied_embeddings and name == "lm_head.weight":
+    if tied_embeddings and (name == "lm_head.weight" or name.endswith(".lm_head.weight")):
         return True
     layer = _LAYER.search(name)
     return layer is not None and num_layers is not None and int(layer.group(1)) >= num_layers
 
 
 def read_headers(folder: Path) -> dict[str, TensorSpec]:
-    """Specs of all tensors in the safetensors files of ``folder``; empty when there are none or one is unreadable.
+    """Specs of all tensors in the checkpoint in ``folder``; empty when there is none or it cannot be understood.
 
-    Only the headers are read: 8 bytes of length, then JSON (https://huggingface.co/docs/safetensors).
+    Only the headers are read: 8 bytes of length, then JSON (https://huggingface.co/docs/safetensors). Where an index
+    lists the files, others beside them (Mistral's consolidated.safetensors) are not part of the checkpoint.
     """
-    specs: dict[str, TensorSpec] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        try:
-            with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > _MAX_HEADER_BYTES:
-                    return {}
-                header = json.loads(stream.read(length))
-        except (OSError, ValueError, struct.error):
-            return {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            dtype = _SAFETENSORS_DTYPES.get(entry.get("dtype", ""))
-            if dtype is None:
-                return {}
-            specs[name] = TensorSpec(name, dtype, tuple(entry["shape"]))
-    return specs
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = {folder / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+        else:
+            files = set(folder.glob("*.safetensors"))
+        specs: dict[str, TensorSpec] = {}
+        for file in sorted(files):
+            specs |= _header(file)
+        return specs
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
+        logger.warning("the checkpoint in %s cannot be used to check updates: %s", folder, error)
+        return {}
+
+
+def _header(file: Path) -> dict[str, TensorSpec]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{file.name} has a header of {length} bytes")
+        header = json.loads(stream.read(length))
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            spec = TensorSpec(name, _SAFETENSORS_DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
+            problems = manifest.problems_of(spec)
+            if problems:
+                raise ValueError(problems[0])
+            found[name] = spec
+    return found
 
 
 class Catalog:

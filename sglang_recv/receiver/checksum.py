@@ -40,7 +40,9 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """Digest of the shape, dtype and bytes of ``tensor``: 32 hex digits."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()
+    # Not reshape(-1): a tensor of one element is contiguous with any stride, and a view as bytes needs stride 1.
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     words, tail = divmod(flat.numel(), 8)
     sums = [0, 0]
     if tail or flat.data_ptr() % 8:

@@ -8,10 +8,11 @@ Work that a loader does on other threads is invisible to a dispatch mode (torch 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,19 +43,42 @@ class Ranges:
     def __init__(self) -> None:
         self._starts: list[np.ndarray] = []
         self._stops: list[np.ndarray] = []
+        self._plain: list[int] = []  # start, stop, start, stop, ... of contiguous tensors: most of them
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add every byte of ``tensor``."""
+        if tensor.is_contiguous():
+            start = tensor.data_ptr()
+            self._plain += (start, start + tensor.nbytes)
+            return
         starts, length = runs(tensor)
         if length:
             self._starts.append(starts)
             self._stops.append(starts + length)
 
+    def add_masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add the items of ``tensor`` where ``mask``, of the same shape, is True."""
+        if mask.all():
+            self.add(tensor)
+            return
+        item = tensor.element_size()
+        strides = np.array(tensor.stride(), np.int64) * item
+        starts = tensor.data_ptr() + mask.nonzero().cpu().numpy() @ strides
+        self._starts.append(starts)
+        self._stops.append(starts + item)
+
     def merged(self) -> tuple[np.ndarray, np.ndarray]:
         """Starts and stops of the disjoint union, in order."""
-        if not self._starts:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        starts, stops = np.concatenate(self._starts), np.concatenate(self._stops)
+        if self._plain:
+            plain = np.array(self._plain, np.int64).reshape(-1, 2)
+            plain = plain[plain[:, 0] < plain[:, 1]]
+            self._starts.append(plain[:, 0])
+            self._stops.append(plain[:, 1])
+            self._plain = []
+        starts = np.concatenate([np.empty(0, np.int64), *self._starts])
+        stops = np.concatenate([np.empty(0, np.int64), *self._stops])
+        if not len(starts):
+            return starts, stops
         order = np.argsort(starts, kind="stable")
         starts, reach = starts[order], np.maximum.accumulate(stops[order])
         first = np.concatenate([[True], starts[1:] > reach[:-1]])
@@ -83,16 +107,49 @@ class Ranges:
         return int(len(wanted) * length - covered.sum())
 
 
+#: Writes through an index name all of their first argument, but reach only what their index says.
+_INDEXED = re.compile(r"::(_?index_|masked_|scatter|put_|_?unsafe_index_put|_index_put_impl_)")
+
+
+def _reached(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """A mask of what an indexed write reaches in its first argument; None when this module cannot tell.
+
+    The same index is used to write True into a mask, so that torch's own rules of indexing apply.
+    """
+    mask = torch.zeros_like(args[0], dtype=torch.bool)
+    match func._schema.name.removeprefix("aten::"), args:
+        case (("index_put_" | "_index_put_impl_" | "_unsafe_index_put"), (_, indices, *_)):
+            torch.ops.aten.index_put_(mask, indices, torch.ones((), dtype=torch.bool, device=mask.device))
+        case (("index_copy_" | "index_fill_"), (_, dim, index, *_)):
+            mask.index_fill_(dim, index, True)
+        case "masked_fill_", (_, chosen, *_):
+            mask.masked_fill_(chosen, True)
+        case "scatter_", (_, dim, index, *_):
+            mask.scatter_(dim, index, True)
+        case _:
+            return None
+    return mask
+
+
+class _Role(NamedTuple):
+    """What an operation does with its arguments."""
+
+    view: bool
+    #: Positions and names of arguments that it writes.
+    written: frozenset[int | str]
+    #: True for a write that reaches what an index says.
+    indexed: bool
+
+
 @cache
-def _roles(func: Any) -> tuple[frozenset[int | str], bool]:
-    """Positions and names of the arguments that ``func`` writes, and whether it is a view (reads no bytes)."""
+def _role(func: Any) -> _Role:
     schema = func._schema
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written |= {position, argument.name}
     view = not written and any(r.alias_info is not None for r in schema.returns)
-    return frozenset(written), view
+    return _Role(view, frozenset(written), _INDEXED.search(schema.name) is not None)
 
 
 class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,28 +178,41 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        written, view = _roles(func)
-        if not view:
-            for place, value in (*enumerate(args), *kwargs.items()):
-                for tensor in _tensors(value):
-                    name = self._name_at(tensor)
-                    if place not in written:
-                        if name is not None:
-                            self.read.add(name)
-                    elif name is None:
-                        self._written.add(tensor)
-                    else:
-                        raise ApplyError(
-                            f"the loader changes its input {name!r} in place ({func}), which other ranks also read",
-                            fix="report the model; until then update it with SGLang's own endpoints",
-                        )
-        return func(*args, **kwargs)
+        # A load is some 100,000 operations, most of them views: those pass first.
+        role = _role(func)
+        if role.view:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        for place, value in enumerate(args):
+            self._note(func, role, place, value)
+        for name, value in (kwargs or {}).items():
+            self._note(func, role, name, value)
+        if role.indexed and role.written:
+            mask = _reached(func, args)
+            if mask is not None:
+                self._written.add_masked(args[0], mask)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, role: _Role, place: int | str, value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                self._note(func, role, place, item)
+            return
+        if not isinstance(value, torch.Tensor):
+            return
+        name = self._name_at(value)
+        if place not in role.written:
+            if name is not None:
+                self.read.add(name)
+        elif name is not None:
+            raise ApplyError(
+                f"the loader changes its input {name!r} in place ({func}), which other ranks also read",
+                fix="report the model; until then update it with SGLang's own endpoints",
+            )
+        elif not role.indexed:
+            self._written.add(value)
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if isinstance(value, (list, tuple)):
-        return tuple(v for v in value if isinstance(v, torch.Tensor))
-    return ()
+def warm_up() -> None:
+    """Pay for the first use of a dispatch mode in this process: torch imports for about a second then."""
+    with CoverageMode(Ranges(), ()):
+        torch.zeros(1).add_(1)

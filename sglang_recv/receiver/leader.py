@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: How long the senders of one session may take to open all ranks, in seconds.
 OPEN_SECONDS: Final = 60.0
+_REMEMBERED: Final = 64
 
 
 @dataclass
@@ -85,6 +86,8 @@ class Leader:
         self._clock = clock
         self._book: _Book | None = None
         self._next: list[RankOpened] = []
+        #: Why the last sessions ended before the scheduler threads knew of them, for ranks that open them later.
+        self._failed: dict[str, Error] = {}
 
     def handle(self, report: RankReport) -> None:
         """Take a report of any rank (the leader's own rank included)."""
@@ -97,6 +100,7 @@ class Leader:
         book = self._book
         if book is None or book.id != report.session:
             if isinstance(report, RankFailed):
+                self._next = [r for r in self._next if (r.session, r.rank) != (report.session, report.rank)]
                 # The session is unknown here, so no scheduler thread knows it either: its rank may forget it.
                 self._tell(report.rank, LeaderEnd(report.session, report.error))
             return
@@ -137,6 +141,10 @@ class Leader:
             )
 
     def _opened(self, report: RankOpened) -> None:
+        ended = self._failed.get(report.session)
+        if ended is not None:
+            self._tell(report.rank, LeaderEnd(report.session, ended))
+            return
         book = self._book
         if book is None:
             book = self._book = _Book(report.session, report.kind, self._clock() + OPEN_SECONDS)
@@ -153,10 +161,13 @@ class Leader:
         elif book.aborting:
             refusal = SessionStateError(f"session {book.id[:8]} is being aborted", fix="open a new session")
         elif book.kind != report.kind:
-            refusal = SessionStateError(
+            book.opened[report.rank] = report.sender
+            mixed = SessionStateError(
                 f"rank {report.rank} opened a {report.kind!r} update, the other ranks a {book.kind!r} one",
                 fix="pass the same kind in every sender",
             )
+            self._fail(book, Error.of(mixed))
+            return
         if refusal is not None:
             self._tell(report.rank, LeaderEnd(report.session, Error.of(refusal)))
             return
@@ -206,6 +217,9 @@ class Leader:
         if book.injected_open:
             self._inject(AbortCarrier(book.id, error))
             return  # the book is closed when the carrier has run, see over()
+        self._failed[book.id] = error
+        while len(self._failed) > _REMEMBERED:
+            self._failed.pop(next(iter(self._failed)))
         for rank in book.opened:
             self._tell(rank, LeaderEnd(book.id, error))
-        self._book = None
+        self.over(book.id)

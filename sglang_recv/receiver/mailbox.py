@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_recv.channel import Wakeup
-from sglang_recv.errors import RecvError
+from sglang_recv.errors import InternalError, RecvError
 from sglang_recv.receiver.apply import Applier, Tensors
 
 
@@ -80,6 +80,9 @@ class Mailbox:
         self.status = WeightsStatus()
         self._lock = threading.Lock()
         self._rounds: dict[tuple[str, int], list[Tensors]] = {}
+        self._put: tuple[str, int] = ("", 0)
+        #: Set when the service thread has died: the scheduler must not go on as if somebody listened.
+        self.broken = ""
         self._events: deque[Event] = deque()
         self._prepared = ""
         self._known = ""
@@ -88,21 +91,28 @@ class Mailbox:
         """Service thread: this rank holds all buckets of the round."""
         with self._lock:
             self._rounds[session, number] = buckets
+            self._put = (session, number + 1)
 
-    def has_round(self, session: str, number: int) -> bool:
-        """Scheduler thread: is the round here?"""
-        with self._lock:
-            return (session, number) in self._rounds
+    def take_round(self, session: str, number: int) -> list[Tensors]:
+        """Scheduler thread: the buckets of the round; none when this rank's sender has finished before it.
 
-    def take_round(self, session: str, number: int) -> list[Tensors] | None:
-        """Scheduler thread: the buckets of the round, or None when this rank's sender has none in it."""
+        Raises
+        ------
+        InternalError
+            When the sender has sent the round, but it is not here any more.
+        """
         with self._lock:
-            return self._rounds.pop((session, number), None)
+            found = self._rounds.pop((session, number), None)
+            sent = self._put[1] if self._put[0] == session else 0
+        if found is None and number < sent:
+            raise InternalError(f"round {number} of session {session[:8]} was lost", fix="report this")
+        return found or []
 
     def drop_rounds(self) -> None:
         """Service thread, after the session ended: forget rounds that were never taken."""
         with self._lock:
             self._rounds.clear()
+            self._put = ("", 0)
 
     def set_prepared(self, session: str) -> None:
         """Leader's service thread: a commit of this session may succeed."""
@@ -113,7 +123,7 @@ class Mailbox:
         return bool(session) and self._prepared == session
 
     def set_known(self, session: str) -> None:
-        """Service thread, before the open carrier: this session's manifest is known to reach every parameter."""
+        """Service thread, before each open carrier: the session whose manifest is known to be complete, if any."""
         self._known = session
 
     def is_known(self, session: str) -> bool:

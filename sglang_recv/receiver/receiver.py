@@ -18,6 +18,7 @@ from sglang_recv.fdpass import make_private_dir
 from sglang_recv.memory import MemoryKind, probe
 from sglang_recv.receiver.apply import StockApplier
 from sglang_recv.receiver.catalog import Catalog, read_headers
+from sglang_recv.receiver.coverage import warm_up
 from sglang_recv.receiver.host import Host
 from sglang_recv.receiver.mailbox import Mailbox
 from sglang_recv.receiver.replicated import Replicated
@@ -62,6 +63,7 @@ class Receiver:
                 f"--weight-receiver {mode} needs exportable memory on {host.device}: {reason}",
                 fix="start the engine with --weight-receiver off, or fix what the message names",
             )
+        warm_up()
         self.mailbox = Mailbox()
         self.replicated = Replicated(host, self.mailbox, lambda observe: StockApplier(host.model(), observe=observe))
         engine = share(secrets.token_hex(8).encode())[0].decode()

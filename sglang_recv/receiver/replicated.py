@@ -97,6 +97,13 @@ class Replicated:
 
     def resumed_without_backup(self) -> None:
         """The memory saver resumed weights that it had not backed up: their content is undefined."""
+        if self._session is not None:
+            self._end(
+                WeightsReleasedError(
+                    "the weights were released and resumed without a backup in the middle of the session",
+                    fix="release memory only outside of a session",
+                )
+            )
         self._set_state(NEEDS_WEIGHTS, "the memory saver resumed them without a CPU backup")
 
     # --- carriers ----------------------------------------------------------------------------------------------------
@@ -116,20 +123,21 @@ class Replicated:
         return None
 
     def _open(self, carrier: OpenCarrier) -> None:
+        applier: Applier | None = None
         if self._session is not None:
             error: RecvError | None = SessionStateError(
                 f"session {self._session.id[:8]} is still open on the scheduler", fix="abort it first"
             )
         else:
-            error = self._vote(lambda: self._may_open(carrier))
-        applier = None
-        if error is None:
-            applier = self._make_applier(not self._mailbox.is_known(carrier.session))
-            self._session = _Session(carrier.session, carrier.kind, applier)
+            made: list[Applier] = []
+            error = self._vote(lambda: made.append(self._may_open(carrier)))
+            if error is None:
+                applier = made[0]
+                self._session = _Session(carrier.session, carrier.kind, applier)
         self._publish()
         self._mailbox.post(OpenVoted(carrier.session, error, applier))
 
-    def _may_open(self, carrier: OpenCarrier) -> None:
+    def _may_open(self, carrier: OpenCarrier) -> Applier:
         reasons = self._host.unsupported()
         if reasons:
             raise UnsupportedError(
@@ -138,6 +146,7 @@ class Replicated:
         self._check_mapped()
         if carrier.kind != "full" and self._state != READY:
             raise FullUpdateRequiredError(f"weights are {self._state}: {self._reason}", fix=_FULL_FIX)
+        return self._make_applier(not self._mailbox.is_known(carrier.session))
 
     def _check_mapped(self) -> None:
         if self._host.weights_released():
@@ -192,10 +201,9 @@ class Replicated:
 
     def _apply(self, session: _Session, number: int) -> None:
         buckets = self._mailbox.take_round(session.id, number)
-        if session.error is not None or buckets is None:
-            return
-        for bucket in buckets:
-            session.applier.apply(bucket)
+        if session.error is None:
+            for bucket in buckets:
+                session.applier.apply(bucket)
 
     def _commit(self, carrier: CommitCarrier) -> tuple[bool, str]:
         session = self._session
@@ -210,7 +218,8 @@ class Replicated:
         if local is not None:
             self._end(local)
             return False, str(local)
-        self._host.record_version(carrier.version)
+        # After the vote nothing may fail: the other ranks have committed.
+        _try("recording the version", lambda: self._host.record_version(carrier.version))
         if session.kind == "full" and session.writing:
             self._set_state(READY, "")
         self._session = None
@@ -263,7 +272,7 @@ class Replicated:
         try:
             local()
         except RecvError as refused:
-            error = refused
+            error = _detached(refused)
         except Exception as failed:
             error = _internal("vote", failed)
         if self._host.vote(error is None):
@@ -274,7 +283,7 @@ class Replicated:
         try:
             step()
         except RecvError as error:
-            session.error = session.error or error
+            session.error = session.error or _detached(error)
         except Exception as failed:
             session.error = session.error or _internal("load", failed)
 
@@ -291,7 +300,7 @@ class Replicated:
         self._session = None
         if session.writing:
             self._set_state(POISONED, f"session {session.id[:8]} ended half-way: {error.message}")
-            self._host.refuse_queued(self.refusal() or "")
+            _try("refusing queued requests", lambda: self._host.refuse_queued(self.refusal() or ""))
         self._publish()
         logger.warning("weight session %s ended without a commit: %s", session.id[:8], error)
         self._mailbox.post(SessionEnded(session.id, "", error, session.writing, self._host.after_writes()))
@@ -308,6 +317,20 @@ class Replicated:
             activity = f"session {session.id[:8]}, {session.next_round} rounds loaded" if session else "idle"
         status = WeightsStatus(self._state, self._reason, session.id if session else "", activity)
         self._mailbox.status = status
+
+
+def _detached(error: RecvError) -> RecvError:
+    """``error`` without the frames that raised it: they hold views of staging memory, which will be unmapped."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _try(what: str, step: Callable[[], None]) -> None:
+    """Run a step that must not stop what follows it; its failure is in the log."""
+    try:
+        step()
+    except Exception:
+        logger.exception("%s failed", what)
 
 
 def _internal(phase: str, error: Exception) -> InternalError:

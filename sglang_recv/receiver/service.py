@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -23,7 +24,7 @@ from sglang_recv.memory import MemoryKind
 from sglang_recv.receiver import checksum
 from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
 from sglang_recv.receiver.leader import Leader
-from sglang_recv.receiver.mailbox import ChecksumDone, Mailbox, OpenVoted, RoundDone, SessionEnded
+from sglang_recv.receiver.mailbox import ChecksumDone, Event, Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.receiver.session import RankSession
 from sglang_recv.wire import (
     Abort,
@@ -194,10 +195,11 @@ class Service:
         try:
             while not self._stopping:
                 self._step()
-        except Exception:
-            # Nobody hears this rank any more: senders notice by their lease on it, and the log says why.
+        except BaseException as error:
             logger.exception("the service thread of rank %d died", self._facts.rank)
+            self._mailbox.broken = f"{type(error).__name__}: {error}"
         finally:
+            sys.setswitchinterval(self._switch_seconds)
             for fd, (connection, _) in list(self._connections.items()):
                 self._drop(fd, connection)
             self._fds.close()
@@ -206,6 +208,17 @@ class Service:
                 if link is not None:
                     link.close()
             self._context.term()
+            self._stop.close()
+            self._mailbox.wakeup.close()
+
+    def _guard(self, work: Callable[[], None], what: str) -> None:
+        """Do ``work``. What it did not foresee ends the live session, not the thread."""
+        try:
+            work()
+        except Exception as failed:
+            logger.exception("%s failed", what)
+            reason = f"{what} failed on rank {self._facts.rank}: {type(failed).__name__}: {failed}"
+            self._session.error(InternalError(reason, fix="the engine's log has the traceback; report it"), None)
 
     def _step(self) -> None:
         poller = zmq.Poller()
@@ -218,36 +231,38 @@ class Service:
             poller.register(link.socket, zmq.POLLIN)
         ready = {key for key, _ in poller.poll(0 if self._local else _TICK_MS)}
         if self._fds.fileno() in ready:
-            self._accept()
+            self._guard(self._accept, "accepting a connection")
         for fd, (connection, _) in list(self._connections.items()):
             if fd in ready:
-                self._from_fd(fd, connection)
+                self._guard(functools.partial(self._from_fd, fd, connection), "reading a connection")
         self._from_senders()
         self._from_link()
-        self._from_scheduler()
-        self._session.tick()
+        for event in self._mailbox.events():
+            self._guard(functools.partial(self._from_scheduler, event), "an event of the scheduler")
+        self._guard(self._session.tick, "the lease")
         if self._leader is not None:
-            self._leader.tick()
+            self._guard(self._leader.tick, "the leader's clock")
         wanted = _SWITCH_SECONDS if self._session.live else self._switch_seconds
         if sys.getswitchinterval() != wanted:
             sys.setswitchinterval(wanted)
 
-    def _from_scheduler(self) -> None:
-        for event in self._mailbox.events():
-            if isinstance(event, OpenVoted):
-                self._session.open_voted(event)
-                if event.error is not None and self._leader is not None:
-                    self._leader.over(event.session)
-            elif isinstance(event, RoundDone):
+    def _from_scheduler(self, event: Event) -> None:
+        if isinstance(event, OpenVoted):
+            self._session.open_voted(event)
+            if event.error is not None and self._leader is not None:
+                self._leader.over(event.session)
+        elif isinstance(event, RoundDone):
+            event.fence.synchronize()
+            self._session.round_done(event)
+        elif isinstance(event, SessionEnded):
+            try:
                 event.fence.synchronize()
-                self._session.round_done(event)
-            elif isinstance(event, SessionEnded):
-                event.fence.synchronize()
+            finally:
                 self._session.ended(event)
                 if self._leader is not None:
                     self._leader.over(event.session)
-            elif isinstance(event, ChecksumDone):
-                self._checksum_done(event)
+        elif isinstance(event, ChecksumDone):
+            self._checksum_done(event)
 
     # --- senders -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +363,7 @@ class Service:
             connection = self._fds.accept()
         except BlockingIOError:
             return
-        except RecvError as error:
+        except (RecvError, OSError) as error:
             logger.warning("a connection was refused: %s", error)
             return
         if len(self._connections) >= _MAX_PEERS:
@@ -361,6 +376,13 @@ class Service:
         del self._connections[fd]
         connection.close()
 
+    def _hung_up(self, connection: FdConnection, how: str) -> None:
+        fd = connection.fileno()
+        owner = self._connections[fd][1]
+        self._drop(fd, connection)
+        if owner:
+            self._session.lost(owner, how)
+
     def _from_fd(self, fd: int, connection: FdConnection) -> None:
         owner = self._connections[fd][1]
         try:
@@ -368,9 +390,7 @@ class Service:
         except BlockingIOError:
             return
         except (EOFError, OSError) as error:
-            self._drop(fd, connection)
-            if owner:
-                self._session.lost(owner, f"its Unix socket closed ({type(error).__name__})")
+            self._hung_up(connection, f"its Unix socket closed ({type(error).__name__})")
             return
         except RecvError as error:
             self._answer(connection, Error.of(error))
@@ -406,9 +426,10 @@ class Service:
 
     def _answer(self, connection: FdConnection, message: wire.FdReply) -> None:
         try:
-            connection.send(wire.encode(message))
-        except (OSError, RecvError) as error:
-            logger.warning("%s was not delivered: %s", type(message).__name__, error)
+            # Without waiting: a sender that does not read must not stop the others.
+            connection.send(wire.encode(message), timeout=0)
+        except (EOFError, OSError, RecvError) as error:
+            self._hung_up(connection, f"{type(message).__name__} could not be delivered: {error!r}")
 
     # --- ranks and leader --------------------------------------------------------------------------------------------
 
@@ -420,13 +441,20 @@ class Service:
 
     def _from_link(self) -> None:
         while self._local:
-            self._from_leader(self._local.popleft())
+            message = self._local.popleft()
+            self._guard(functools.partial(self._from_leader, message), "a message of the leader")
         if self._link_in is not None and self._leader is not None:
             while (received := self._link_in.receive()) is not None:
-                self._leader.handle(wire.decode(received[1], wire.RankReport))
+                self._guard(functools.partial(self._from_rank, self._leader, received[1]), "a report of a rank")
         if self._link_out is not None:
             while (raw := self._link_out.receive()) is not None:
-                self._from_leader(wire.decode(raw, wire.LeaderMessage))
+                self._guard(functools.partial(self._from_leader_raw, raw), "a message of the leader")
+
+    def _from_rank(self, leader: Leader, raw: bytes) -> None:
+        leader.handle(wire.decode(raw, wire.RankReport))
+
+    def _from_leader_raw(self, raw: bytes) -> None:
+        self._from_leader(wire.decode(raw, wire.LeaderMessage))
 
     def _from_leader(self, message: LeaderMessage) -> None:
         if isinstance(message, LeaderPrepared):

@@ -24,7 +24,7 @@ from sglang_recv.errors import (
 from sglang_recv.fdpass import OwnedFd
 from sglang_recv.memory import MemoryKind, StagingBuffer, import_buffer
 from sglang_recv.receiver.apply import Applier, Tensors
-from sglang_recv.receiver.catalog import Catalog
+from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
 from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.wire import (
     MAX_BUCKETS_PER_ROUND,
@@ -157,33 +157,43 @@ class RankSession:
         RecvError
             When it is refused; nothing has changed then.
         """
+        announced = self._announced(message)
         if self._live is not None:
             if not message.takeover:
                 raise BusyError(
                     f"session {self._live.id[:8]} of sender {self._live.sender} holds this rank",
                     fix="wait until it ends, or open with takeover=True to end it",
                 )
+            if self._waiting is not None:
+                first, given_up = self._waiting
+                error = SessionAbortedError(f"sender {message.sender} takes over as well", fix="open a new session")
+                self._out.to_sender(first, Error.of(error, given_up.session))
             self._waiting = (peer, message)
             self._fail(SessionAbortedError(f"taken over by sender {message.sender}", fix="open a new session"))
             return
-        if message.kind not in manifest.KINDS:
-            raise BadMessageError(f"kind {message.kind!r} is not one of {manifest.KINDS}", fix="use one of these")
-        if not 16 <= len(message.session) <= 64:
-            raise BadMessageError(
-                f"a session id of {len(message.session)} characters", fix="use 32 hex digits (128 random bits)"
-            )
-        announced = None
-        if message.manifest is not None:
-            findings = manifest.check_specs(message.manifest) or self.catalog.problems(message.manifest)
-            if message.kind == "full":
-                findings += self.catalog.missing(spec.name for spec in message.manifest)
-            if findings:
-                raise manifest.manifest_error(findings, "the announced tensors do not fit this engine's model")
-            announced = {spec.name: spec for spec in message.manifest}
-            if message.kind == "full" and self.catalog.proves(message.manifest):
-                self._mailbox.set_known(message.session)
+        proven = message.kind == "full" and announced is not None and self.catalog.proves(announced.values())
+        self._mailbox.set_known(message.session if proven else "")
         self._live = _Live(message.session, message.kind, peer, message.sender, time.monotonic(), announced)
+        logger.info("session %s of %s opens: %s", message.session[:8], message.sender, _described(message))
         self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender))
+
+    def _announced(self, message: Open) -> dict[str, TensorSpec] | None:
+        """What ``message`` announces, after every check that needs no session."""
+        if message.kind not in manifest.KINDS:
+            raise BadMessageError(f"kind {message.kind[:80]!r} is not one of {manifest.KINDS}", fix="use one of these")
+        if not 16 <= len(message.session) <= 64 or not 1 <= len(message.sender) <= 256:
+            raise BadMessageError(
+                f"a session id of {len(message.session)} and a sender's name of {len(message.sender)} characters",
+                fix="use 32 hex digits (128 random bits) as id, and a name of 1 to 256 characters",
+            )
+        if message.manifest is None:
+            return None
+        findings = manifest.check_specs(message.manifest) or self.catalog.problems(message.manifest)
+        if message.kind == "full":
+            findings += self.catalog.missing(spec.name for spec in message.manifest)
+        if findings:
+            raise manifest.manifest_error(findings, "the announced tensors do not fit this engine's model")
+        return {spec.name: spec for spec in message.manifest}
 
     def heard(self, session: str, sender: str) -> None:
         """Renew the lease."""
@@ -203,7 +213,9 @@ class RankSession:
                 fix="use larger buckets",
             )
         specs = [entry.spec for bucket in message.buckets for entry in bucket.entries]
-        findings = self._announced_problems(live, specs) if live.announced else self._stream_problems(live, specs)
+        stream = live.announced is None
+        findings = self._stream_problems(live, specs) if stream else self._announced_problems(live, specs)
+        findings += _split_groups(message.buckets)
         if findings:
             raise manifest.manifest_error(findings, f"round {message.round} does not fit this engine's model")
         buckets = [self._tensors(live, bucket) for bucket in message.buckets]
@@ -246,6 +258,8 @@ class RankSession:
 
     def abort(self, message: Abort) -> None:
         """The sender gives up."""
+        if self._give_up_waiting(message.session):
+            return
         live = self._expect(message.session)
         live.aborted_by_sender = True
         self._fail(SessionAbortedError(f"aborted by its sender: {message.reason}", fix="open a new session"))
@@ -267,15 +281,17 @@ class RankSession:
             buffer = live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
             live.views[message.buffer] = manifest.Views(buffer.tensor())
 
-    def error(self, error: RecvError, session: str) -> bool:
-        """Something that a sender sent was wrong: end its session, if it is the live one. True when it was."""
-        if self._live is None or self._live.id != session:
+    def error(self, error: RecvError, session: str | None) -> bool:
+        """End ``session`` (None: whichever is live) with ``error``. True when it was the live one."""
+        if self._live is None or session not in (None, self._live.id):
             return False
         self._fail(error)
         return True
 
     def lost(self, session: str, how: str) -> None:
         """The sender's connection is gone."""
+        if self._give_up_waiting(session):
+            return
         live = self._live
         if live is not None and live.id == session:
             self._fail(
@@ -434,12 +450,23 @@ class RankSession:
             live.failed = True
             self._out.to_leader(RankFailed(live.id, self._rank, Error.of(error)))
 
+    def _give_up_waiting(self, session: str) -> bool:
+        """Forget a takeover whose sender gave up before the live session ended. True when there was one."""
+        if self._waiting is None or self._waiting[1].session != session:
+            return False
+        peer, self._waiting = self._waiting[0], None
+        self._out.to_sender(peer, Aborted(session, "given up before it opened", self._mailbox.status.state))
+        return True
+
     def _over(self, live: _Live, answer: RankMessage) -> None:
         """Unmap everything, tell the sender, be free."""
         self._mailbox.drop_rounds()
         live.views.clear()
-        for buffer in live.buffers.values():
-            buffer.close()
+        for number, buffer in live.buffers.items():
+            try:
+                buffer.close()
+            except Exception:
+                logger.exception("buffer %d of session %s could not be unmapped", number, live.id[:8])
         self._live = None
         self._out.to_sender(live.peer, answer)
         self._out.over(live.id)
@@ -449,3 +476,23 @@ class RankSession:
                 self.open(peer, message)
             except RecvError as error:
                 self._out.to_sender(peer, Error.of(error, message.session))
+
+
+def _described(message: Open) -> str:
+    tensors = "streamed" if message.manifest is None else f"{len(message.manifest)} tensors announced"
+    return f"{message.kind}, {tensors}, {message.staging_bytes >> 20} MiB of staging"
+
+
+def _split_groups(buckets: Sequence[Bucket]) -> list[str]:
+    """Tensors that only one call loads, without the ones that must be in that call, one line each."""
+    found = []
+    for bucket in buckets:
+        names = {entry.spec.name for entry in bucket.entries}
+        for group in LOADED_TOGETHER:
+            for name in names:
+                parts = name.split(".")
+                for place, part in enumerate(parts):
+                    if part in group:
+                        mates = (".".join([*parts[:place], mate, *parts[place + 1 :]]) for mate in group)
+                        found += [f"{name}: needs {mate} in the same bucket" for mate in mates if mate not in names]
+    return found

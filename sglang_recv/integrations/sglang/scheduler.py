@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_recv import wire
-from sglang_recv.errors import BadMessageError, UnsupportedError
+from sglang_recv.errors import RecvError, UnsupportedError
 from sglang_recv.integrations.sglang import mode
 from sglang_recv.integrations.sglang.host import SGLangHost
 from sglang_recv.receiver.receiver import Receiver
@@ -106,7 +106,10 @@ def _request(original: Callable[..., Any], scheduler: Any, request: Any, *args: 
 
 
 def _pull(requests: list[Any] | None, *args: Any, **kwargs: Any) -> list[Any] | None:
-    if _host is not None and requests is not None:
+    if _host is not None and _receiver is not None and requests is not None:
+        if _receiver.mailbox.broken:
+            # Better no engine than one whose gate nobody can open: SGLang ends it with this reason in the log.
+            raise RuntimeError(f"sglang_recv: the service thread died: {_receiver.mailbox.broken}")
         requests.extend(_host.pull_injected())
     return requests
 
@@ -115,7 +118,7 @@ def _carrier(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     output = io_struct.UpdateWeightsFromIPCReqOutput
     try:
         carrier = wire.decode_carrier(request.zmq_handles)
-    except BadMessageError as error:
+    except RecvError as error:
         return output(success=False, message=str(error))
     if carrier is None:
         blocked = _receiver.replicated.blocks_stock_update() if _receiver is not None else None

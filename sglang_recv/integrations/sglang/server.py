@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_recv import wire
-from sglang_recv.errors import PluginMissingError
+from sglang_recv.errors import PluginMissingError, RecvError
 from sglang_recv.integrations.sglang import mode
 
 logger = logging.getLogger(__name__)
@@ -96,12 +96,17 @@ async def _commit(original: Callable[..., Any], manager: Any, obj: Any, request:
         return answer
     from sglang.srt.managers.communicator import FanOutCommunicator
 
+    try:
+        carrier = wire.decode_carrier(obj.zmq_handles)
+    except RecvError as error:
+        return False, str(error)
+    if not isinstance(carrier, wire.CommitCarrier):
+        # The other carriers have no answer, so whoever waited for one would block every later commit.
+        return False, f"{type(carrier).__name__} is not for this route; only a commit is"
     manager.auto_create_handle_loop()
     success, message = FanOutCommunicator.merge_results(await manager.update_weights_from_ipc_communicator(obj))
     if success:
-        carrier = wire.decode_carrier(obj.zmq_handles)
-        version = carrier.version if isinstance(carrier, wire.CommitCarrier) else None
-        manager._update_weight_version_if_provided(version)
+        manager._update_weight_version_if_provided(carrier.version)
         processor = getattr(manager, "mm_processor", None)
         if processor is not None and hasattr(processor, "clear_preprocess_cache"):
             processor.clear_preprocess_cache()
