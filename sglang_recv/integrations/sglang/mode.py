@@ -63,14 +63,31 @@ def _checked(mode: str, source: str) -> str:
     return mode
 
 
-def refusals(args: Any) -> tuple[str, ...]:
-    """Configurations of SGLang in which weights cannot be received safely yet, each with its reason.
+def check(mode: str, args: Any) -> None:
+    """Refuse configurations of SGLang in which weights cannot be received safely yet.
 
-    ``args`` is SGLang's ServerArgs; fields that a version does not have are not in use in it.
+    ``args`` is a ServerArgs, before or after it is resolved: fields that a version does not have are not in use in
+    it, and those that are None are decided later.
+
+    Raises
+    ------
+    UnsupportedError
+        With one line for each option.
     """
+    resolve(mode)
+    reasons = () if mode == "off" else _refusals(args)
+    if reasons:
+        raise UnsupportedError(
+            f"--weight-receiver {mode} does not work with this configuration",
+            fix="leave out the named options, or start with --weight-receiver off",
+            details=reasons,
+        )
 
+
+def _refusals(args: Any) -> tuple[str, ...]:
     def get(name: str, default: Any = None) -> Any:
-        return getattr(args, name, default)
+        value = getattr(args, name, default)
+        return default if value is None else value
 
     found = []
     if get("enable_dp_attention"):
@@ -87,7 +104,7 @@ def refusals(args: Any) -> tuple[str, ...]:
         found.append("--enable-http2: its server process loads no plugins")
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes"):
         found.append("SGLANG_RUST_SERVER: its ingress takes no injected requests yet")
-    if get("disaggregation_mode", "null") not in (None, "null"):
+    if get("disaggregation_mode", "null") != "null":
         found.append(f"--disaggregation-mode {args.disaggregation_mode}: its event loops run batches past the gate")
     if get("speculative_algorithm"):
         found.append(f"--speculative-algorithm {args.speculative_algorithm}: draft models are not updated yet")
@@ -99,6 +116,6 @@ def refusals(args: Any) -> tuple[str, ...]:
         found.append(f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines")
     if get("enable_pdmux"):
         found.append("--enable-pdmux: its event loop runs batches past the gate")
-    if get("device") not in ("cuda", "cpu"):
-        found.append(f"--device {get('device')}: only cuda and cpu have exportable memory here")
+    if get("device", "cuda") not in ("cuda", "cpu"):
+        found.append(f"--device {args.device}: only cuda and cpu have exportable memory here")
     return tuple(found)

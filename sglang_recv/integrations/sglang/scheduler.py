@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_recv import wire
-from sglang_recv.errors import RecvError, UnsupportedError
+from sglang_recv.errors import RecvError
 from sglang_recv.integrations.sglang import mode
 from sglang_recv.integrations.sglang.host import SGLangHost
 from sglang_recv.receiver.receiver import Receiver
@@ -61,13 +61,7 @@ def _attach(_result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     asked = mode.configured()
     if asked == "off":
         return
-    reasons = mode.refusals(scheduler.server_args)
-    if reasons:
-        raise UnsupportedError(
-            f"--weight-receiver {asked} does not work with this configuration",
-            fix="leave out the named options, or start with --weight-receiver off",
-            details=reasons,
-        )
+    mode.check(asked, scheduler.server_args)
     host = SGLangHost(scheduler)
     _receiver = Receiver(host, mode.resolve(asked), host.share)
     _host = host

@@ -58,20 +58,23 @@ def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
 
 def _from_cli(original: Callable[..., Any], cls: Any, args: Any) -> Any:
     chosen = mode.choose(getattr(args, "weight_receiver", None))
-    mode.resolve(chosen)
+    server_args = original(cls, args)
+    mode.check(chosen, server_args)  # here already, since the schedulers would say it after a minute of loading
     if chosen != "off":
         # At this point this is the process that will run the server, so its modules may be imported.
         register()
         HookRegistry.apply_hooks()
-    return original(cls, args)
+    return server_args
 
 
 def _with_keyword(server_args_class: Any) -> Callable[..., Any]:
     """``sglang.Engine(weight_receiver=...)``: Engine makes its ServerArgs from the keywords by this class attribute."""
 
     def make(*args: Any, weight_receiver: str | None = None, **kwargs: Any) -> Any:
-        mode.resolve(mode.choose(weight_receiver))
-        return server_args_class(*args, **kwargs)
+        chosen = mode.choose(weight_receiver)
+        made = server_args_class(*args, **kwargs)
+        mode.check(chosen, made)
+        return made
 
     return make
 

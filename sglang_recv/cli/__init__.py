@@ -1,0 +1,40 @@
+"""The command line: ``sglang-recv``. Each command is a module that this one imports when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from sglang_recv.errors import RecvError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0 when it did what it should, 1 when it failed, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="sglang-recv", description="Weight updates for SGLang engines.")
+    parser.add_argument("--version", action="version", version=f"sglang-recv {metadata.version('sglang-recv')}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="a weight update from start to end, on this machine")
+    demo.add_argument("server_args", nargs="*", help="more arguments for SGLang's server, after --")
+    status = commands.add_parser("status", help="what the ranks of an engine report")
+    status.add_argument("engine", help="base URL of an SGLang server")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "demo":
+            from sglang_recv.cli import demo as command
+
+            return command.run(options.server_args)
+        from sglang_recv.client.client import WeightClient
+
+        with WeightClient(options.engine) as client:
+            for rank in client.status()[options.engine.rstrip("/")]:
+                print(
+                    f"rank {rank.rank}/{rank.ranks} on {rank.device}: weights {rank.weights_state} "
+                    f"{rank.weights_reason} version {rank.weight_version!r}, mode {rank.mode} ({rank.memory_kind}), "
+                    f"session {rank.session or 'none'}, released {list(rank.memory_saver.released)}"
+                )
+    except RecvError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,7 @@
+"""``python -m sglang_recv.cli``."""
+
+import sys
+
+from sglang_recv.cli import main
+
+sys.exit(main())
