@@ -29,6 +29,7 @@ __all__ = [
     "PoisonedError",
     "ProtocolVersionError",
     "ReceiverOffError",
+    "REPAIR",
     "RecvError",
     "SessionAbortedError",
     "SessionStateError",
@@ -63,6 +64,10 @@ class RecvError(Exception):
     def __str__(self) -> str:
         lines = [f"[{self.code}] {self.message}", *(f"  - {line}" for line in self.details), f"  fix: {self.fix}"]
         return "\n".join(lines)
+
+
+#: What makes weights whole again.
+REPAIR = "send a full update, or reload with SGLang's /update_weights_from_disk"
 
 
 class InternalError(RecvError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Final
 
@@ -93,6 +93,19 @@ class Views:
         return typed.as_strided(shape, _contiguous_strides(shape), offset // dtype.itemsize)
 
 
+def group_of(name: str, groups: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
+    """Names of all tensors that must be in one bucket with ``name``, itself included; None when there are none.
+
+    ``groups`` holds alternatives for one part of a name: ``("q_a_proj", "kv_a_proj_with_mqa")``.
+    """
+    parts = name.split(".")
+    for group in groups:
+        for place, part in enumerate(parts):
+            if part in group:
+                return tuple(".".join([*parts[:place], mate, *parts[place + 1 :]]) for mate in group)
+    return None
+
+
 def digest(specs: Iterable[TensorSpec]) -> str:
     """A name for a set of specs, whatever their order: SHA-256 in hex."""
     lines = sorted(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}" for s in specs)
@@ -143,6 +156,6 @@ def manifest_error(findings: list[str], what: str) -> ManifestError:
     return ManifestError(
         f"{what}: {len(findings)} problem(s)",
         fix="send Hugging Face names and full (not sharded) shapes in the dtypes of the engine's checkpoint; "
-        "declare kind='partial' to update only some parameters",
+        "kind='partial' updates only some parameters; an iterator is checked by what the loaders really reach",
         details=tuple(shown),
     )

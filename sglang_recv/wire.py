@@ -176,6 +176,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     memory_kind: str
     alignment: int
     lease_seconds: float
+    progress_seconds: float
     sglang_version: str
     model: str
     dtype: str
@@ -323,6 +324,7 @@ class RankOpened(msgspec.Struct, tag=True, frozen=True):
     rank: int
     kind: str
     sender: str
+    takeover: bool = False
 
 
 class RankReady(msgspec.Struct, tag=True, frozen=True):

@@ -18,6 +18,7 @@ from sglang_recv.client.select import Ranks, Sender, pair
 from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport
 from sglang_recv.client.target import HttpTarget, Target
 from sglang_recv.errors import (
+    REPAIR,
     EngineLostError,
     FullUpdateRequiredError,
     ManifestError,
@@ -195,7 +196,7 @@ class WeightClient:
                     target.pause(pause, self._deadline)
             welcomes = [link.welcome for link in links if link.welcome is not None]
             lease = min(welcome.lease_seconds for welcome in welcomes)
-            slot_bytes, peak = self._sizes(links, specs)
+            slot_bytes, peak = self._sizes(links, specs, welcomes[0].groups)
             request = Open(
                 session=session_id or new_session_id(),
                 sender=self._name,
@@ -286,16 +287,21 @@ class WeightClient:
             raise
         return links
 
-    def _sizes(self, links: Sequence[RankLink], specs: Sequence[TensorSpec] | None) -> tuple[int, int]:
+    def _sizes(
+        self, links: Sequence[RankLink], specs: Sequence[TensorSpec] | None, groups: Sequence[Sequence[str]]
+    ) -> tuple[int, int]:
         """Bytes of one slot, and the peak on one device that is known beforehand."""
         device = torch.device(links[0].device)
         unit = granularity(device)
         slot = self._slot_bytes or SLOT_BYTES[device.type]
         largest = 0
         if specs is not None:
-            sizes = [manifest.align(manifest.nbytes(spec)) for spec in specs]
-            slot = min(slot, max(sum(sizes), manifest.ALIGNMENT))
-            largest = max(sizes, default=0)
+            together: dict[tuple[str, ...], int] = {}
+            for spec in specs:
+                key = manifest.group_of(spec.name, groups) or (spec.name,)
+                together[key] = together.get(key, 0) + manifest.align(manifest.nbytes(spec))
+            slot = min(slot, max(sum(together.values()), manifest.ALIGNMENT))
+            largest = max(together.values(), default=0)
         slot = -(-slot // unit) * unit
         oversize = -(-largest // unit) * unit if largest > slot else 0
         return slot, self._slots * slot + oversize
@@ -339,7 +345,7 @@ def _refusals(link: RankLink, kind: str) -> Iterator[RecvError]:
     if welcome.full_required and kind != "full":
         yield FullUpdateRequiredError(
             f"{link.name}: weights are {welcome.weights_state}: {welcome.weights_reason}",
-            fix="send a full update, or reload with SGLang's /update_weights_from_disk",
+            fix=REPAIR,
         )
     if kind not in manifest.KINDS:
         yield ManifestError(f"kind {kind!r}", fix=f"use one of {', '.join(manifest.KINDS)}")

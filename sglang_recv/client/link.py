@@ -150,8 +150,15 @@ class RankLink:
 
     def _ask(self, message: Attach | OfferBuffer, fd: int | None, timeout: float) -> None:
         assert self.fds is not None
-        self.fds.send(wire.encode(message), fd)
-        raw, stray = self.fds.recv(timeout)
+        try:
+            self.fds.send(wire.encode(message), fd, timeout)
+            raw, stray = self.fds.recv(timeout)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self.name}: no answer to {type(message).__name__} within {timeout:.1f} s; it was last: "
+                f"{self.activity or 'no report'}",
+                fix="raise deadline=, or look at the engine's log",
+            ) from error
         if stray is not None:
             stray.close()
         answer = wire.decode(raw, wire.FdReply)
@@ -159,7 +166,10 @@ class RankLink:
             raise answer.exception()
         expected = Attached if isinstance(message, Attach) else BufferMapped
         if not isinstance(answer, expected):
-            raise BadMessageError(f"{self.name} answered {type(answer).__name__}", fix="report this")
+            raise BadMessageError(
+                f"{self.name} answered {type(answer).__name__}",
+                fix="install the same version of sglang-recv on both sides",
+            )
 
     def hung_up(self) -> bool:
         """True when the rank's end of the Unix connection is closed."""
@@ -210,6 +220,13 @@ def wait(
         poller = zmq.Poller()
         for link in links:
             link.pump()
+        for link in links:
+            if link.over and link.error is None and not done(link):
+                link.error = SessionAbortedError(
+                    f"{link.name} ended the session while this side waited for: {phase}"
+                    + (f": {link.aborted.reason}" if link.aborted else ""),
+                    fix="open a new session",
+                )
         failed = [link for link in links if link.error is not None and not done(link)]
         pending = [link for link in links if not done(link)]
         if not pending:

@@ -40,6 +40,7 @@ class TorchPacker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._started: list[torch.cuda.Event] = []
 
     @torch.no_grad()
     def pack(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -54,8 +55,12 @@ class TorchPacker:
             # Only between device memories is a copy ordered behind later reuse of the source; from or to the host a
             # non-blocking copy may still run when the caller overwrites it.
             torch._foreach_copy_(targets, sources, non_blocking=on_device)
+            if self._device.type == "cuda":
+                # Of the stream that was current here: the caller may wait under another one.
+                self._started.append(torch.cuda.current_stream(self._device).record_event())
 
     def wait(self) -> None:
         """See :meth:`Packer.wait`."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        for event in self._started:
+            event.synchronize()
+        self._started.clear()

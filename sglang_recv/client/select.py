@@ -51,7 +51,7 @@ def pair(mode: str, engine: str, table: RankTable, sender: Sender, ranks: Ranks)
         raise UnsupportedError(
             "mode 'nccl': sending by broadcast is not built yet", fix="use mode='vmm' on the engine's own GPU"
         )
-    if table.mode not in ("vmm", "auto"):
+    if table.mode != "vmm":
         raise UnsupportedError(
             f"engine {engine} offers {table.mode!r}, not 'vmm'", fix="start it with --weight-receiver vmm"
         )

@@ -116,7 +116,7 @@ class Session:
         self._staging: Staging | None = None
         self._fill: _Fill | None = None
         self._large: Buffer | None = None
-        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._held: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
         self._names: set[str] = set()
         self._kept = False
         self._slot = 0
@@ -245,30 +245,23 @@ class Session:
             findings.append(f"{name}: {spec.dtype}{list(spec.shape)} is not what was announced")
         if name in self._names:
             findings.append(f"{name}: sent twice")
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if hasattr(tensor, "full_tensor"):
+            findings.append(f"{name}: a DTensor is one rank's shard; send tensor.full_tensor()")
+        elif tensor.layout is not torch.strided or tensor.is_meta:
             findings.append(f"{name}: layout {tensor.layout} on {tensor.device} has no bytes to send")
         if findings:
             raise manifest.manifest_error(findings, "a tensor cannot be sent")
         self._names.add(name)
-        key = self._group_key(name)
-        if key is None:
+        names = manifest.group_of(name, self._groups)
+        if names is None:
             self._place([(spec, tensor)])
             return
-        group = self._held.setdefault(key[0], {})
+        group = self._held.setdefault(names, {})
         group[name] = tensor.detach().clone()
-        if len(group) == key[1]:
-            self._release_group(key[0])
+        if len(group) == len(names):
+            self._release_group(names)
 
-    def _group_key(self, name: str) -> tuple[str, int] | None:
-        """The group that ``name`` belongs to and its size, or None."""
-        parts = name.split(".")
-        for group in self._groups:
-            for index, part in enumerate(parts):
-                if part in group:
-                    return ".".join([*parts[:index], "|".join(group), *parts[index + 1 :]]), len(group)
-        return None
-
-    def _release_group(self, key: str) -> None:
+    def _release_group(self, key: tuple[str, ...]) -> None:
         group = self._held.pop(key)
         self._place([(manifest.spec_of(name, tensor), tensor) for name, tensor in group.items()])
 
@@ -372,20 +365,26 @@ class Session:
             self._wait(lambda link: link.committed, "commit by the coordinator")
             return
         carrier = CommitCarrier(self.id, self._version, self._flush)
-        with ThreadPoolExecutor(max_workers=len(self._targets), thread_name_prefix="sglang-recv-commit") as pool:
-            calls = [(target, pool.submit(target.commit, carrier, self._deadline)) for target in self._targets]
-            outcomes = {target.name: call.exception() for target, call in calls}
-        failed = {name: error for name, error in outcomes.items() if error is not None}
-        if failed:
-            raise self._commit_error(failed, [name for name in outcomes if name not in failed])
-        self._wait(lambda link: link.committed, "commit")
-
-    def _commit_error(self, failed: Mapping[str, BaseException], committed: Sequence[str]) -> BaseException:
-        for link in self._links:
-            if link.engine in failed:
-                # The rank's own error says more than the HTTP answer; it is on its way, or the rank is gone.
+        if len(self._targets) == 1:
+            outcomes = [_outcome(self._targets[0], carrier, self._deadline)]
+        else:
+            with ThreadPoolExecutor(len(self._targets), thread_name_prefix="sglang-recv-commit") as pool:
+                outcomes = list(pool.map(lambda target: _outcome(target, carrier, self._deadline), self._targets))
+        failed = {t.name: error for t, error in zip(self._targets, outcomes, strict=True) if error is not None}
+        for name in list(failed):
+            # The answer may have been lost on its way: the ranks themselves say what really happened.
+            links = [link for link in self._links if link.engine == name]
+            for link in links:
                 with contextlib.suppress(RecvError):
                     wait([link], lambda link: link.over, "end of the session", self._lease, self._lease)
+            if links and all(link.committed for link in links):
+                del failed[name]
+        if failed:
+            raise self._commit_error(failed, [t.name for t in self._targets if t.name not in failed])
+        self._wait(lambda link: link.committed, "commit")
+
+    def _commit_error(self, failed: Mapping[str, RecvError], committed: Sequence[str]) -> RecvError:
+        # A rank's own error says more than the HTTP answer.
         causes = [link for link in self._links if link.engine in failed and link.error is not None]
         if len(self._targets) == 1 and causes:
             return combined(causes)
@@ -425,3 +424,13 @@ class Session:
             link.close()
         if self._staging is not None:
             self._staging.close()
+
+
+def _outcome(target: Target, carrier: CommitCarrier, deadline: float) -> RecvError | None:
+    try:
+        target.commit(carrier, deadline)
+    except RecvError as error:
+        return error
+    except Exception as error:  # of a Target that is not ours, or of the HTTP library half-way
+        return CommitError(f"{target.name}: {type(error).__name__}: {error}", fix="look at the engine's log")
+    return None

@@ -25,7 +25,7 @@ from sglang_recv.memory.base import BufferBase, MemoryKind, round_up
 __all__ = ["ExportableVmmBuffer", "VmmBuffer", "allocate", "granularity", "import_buffer"]
 
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-_DOCTOR = "run `sglang-recv doctor` on this machine"
+_DOCTOR = "check nvidia-smi, the driver's log and the container's device access on this machine"
 _FREE = "lower slot_bytes or slots, or free GPU memory first, the engine's KV cache for one"
 _RESTART = "restart this process: its GPU memory can no longer be relied on"
 

@@ -1,10 +1,12 @@
-"""The apply step: tensors of one bucket, in staging, into the model. Load plans will replace what is inside."""
+"""The apply step: tensors of one bucket, in staging, into the model. Load plans will replace the call."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -15,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 #: A bucket as the model gets it: names and tensors that lie in staging.
 Tensors = Sequence[tuple[str, torch.Tensor]]
+
+
+#: How many buckets are remembered before all are forgotten: senders whose layout differs each time must not pile up.
+_MAX_OBSERVED: Final = 4096
 
 
 class Applier(Protocol):
@@ -36,21 +42,71 @@ class Applier(Protocol):
         """Parameters that were not reached completely, one line each."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What one observed load of a bucket wrote and left unread."""
+
+    written: Ranges
+    unread: tuple[str, ...]
+
+
+class Observations:
+    """What was seen of earlier loads on this rank, by everything that a loader's behaviour depends on.
+
+    A loader's copies follow from names, dtypes and shapes, of this bucket and, where a loader keeps something between
+    calls, of the ones before it in the session. The key of a bucket is therefore a chained digest over all buckets so
+    far: a session that repeats an earlier one is not watched again, one that deviates is watched from there on.
+
+    Parameters
+    ----------
+    model
+        The model of this rank. Nothing is kept across a change of its parameters' addresses.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._addresses: tuple[int, ...] = ()
+        self._seen: dict[bytes, _Seen] = {}
+
+    def begin(self) -> bytes:
+        """The key that a session starts from."""
+        addresses = tuple(parameter.data_ptr() for parameter in self._model.parameters())
+        if addresses != self._addresses or len(self._seen) > _MAX_OBSERVED:
+            self._addresses = addresses
+            self._seen.clear()
+        return b""
+
+    @staticmethod
+    def advance(key: bytes, tensors: Tensors) -> bytes:
+        """The key after one more bucket."""
+        text = "\n".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors)
+        return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
+
+    def get(self, key: bytes) -> _Seen | None:
+        """What was seen under ``key``."""
+        return self._seen.get(key)
+
+    def put(self, key: bytes, written: Ranges, unread: tuple[str, ...]) -> _Seen:
+        """Keep what was seen."""
+        seen = self._seen[key] = _Seen(written, unread)
+        return seen
+
+
 class StockApplier:
-    """Calls the model's own ``load_weights``, and records what it read and what it reached.
+    """Calls the model's own ``load_weights``, and knows what it read and what it reached.
 
     Parameters
     ----------
     model
         The model of this rank.
-    observe
-        False when the very same manifest was already seen to reach every parameter of this model: what a loader does
-        depends on names, dtypes and shapes, so watching each operation again would tell nothing new.
+    observations
+        What earlier sessions saw; this one adds to it.
     """
 
-    def __init__(self, model: torch.nn.Module, *, observe: bool = True) -> None:
+    def __init__(self, model: torch.nn.Module, observations: Observations) -> None:
         self._model: Any = model
-        self._observe = observe
+        self._observations = observations
+        self._key = observations.begin()
         self._written = Ranges()
         self._staged: list[tuple[int, int]] = []
         self._unread: list[str] = []
@@ -61,14 +117,19 @@ class StockApplier:
         if sized:
             first, last = min(t.data_ptr() for _, t in sized), max(t.data_ptr() + t.nbytes for _, t in sized)
             self._staged.append((first, last))
-        if not self._observe:
+        self._key = self._observations.advance(self._key, tensors)
+        seen = self._observations.get(self._key)
+        if seen is None:
+            written = Ranges()
+            mode = CoverageMode(written, sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in sized))
+            with mode:
+                self._load(tensors)
+            unread = tuple(name for name, _ in sized if name not in mode.read)
+            seen = self._observations.put(self._key, written, unread)
+        else:
             self._load(tensors)
-            return
-        staged = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in sized)
-        mode = CoverageMode(self._written, staged)
-        with mode:
-            self._load(tensors)
-        self._unread += [name for name, _ in sized if name not in mode.read]
+        self._written.update(seen.written)
+        self._unread += seen.unread
 
     def _load(self, tensors: Tensors) -> None:
         try:
@@ -95,8 +156,6 @@ class StockApplier:
             address = parameter.data_ptr()
             if any(first <= address < last for first, last in self._staged):
                 found.append(f"{name}: the loader keeps the staging memory itself instead of a copy")
-            if not self._observe:
-                continue
             lacking = self._written.missing_bytes(parameter.data)
             if lacking:
                 total = parameter.numel() * parameter.element_size()

@@ -101,8 +101,6 @@ class Catalog:
         it on a load from disk as well.
     tied_embeddings, num_layers
         Facts about the model that :func:`skipped_by_design` needs.
-    proven
-        True when a full update with exactly these specs was seen to reach every parameter of this rank.
     """
 
     def __init__(
@@ -112,13 +110,11 @@ class Catalog:
         model_dtype: str,
         tied_embeddings: bool,
         num_layers: int | None,
-        proven: bool = False,
     ) -> None:
         self._specs = specs
         self._model_dtype = model_dtype
         self._tied = tied_embeddings
         self._layers = num_layers
-        self.proven = proven
         self.digest = manifest.digest(specs.values()) if specs else ""
 
     def learn(self, specs: Iterable[TensorSpec]) -> Catalog:
@@ -128,12 +124,7 @@ class Catalog:
             model_dtype=self._model_dtype,
             tied_embeddings=self._tied,
             num_layers=self._layers,
-            proven=True,
         )
-
-    def proves(self, specs: Iterable[TensorSpec]) -> bool:
-        """True when an update with exactly ``specs`` is known to reach every parameter."""
-        return self.proven and {spec.name: spec for spec in specs} == self._specs
 
     def skipped(self, name: str) -> bool:
         """True for a tensor that the loaders leave out on purpose."""

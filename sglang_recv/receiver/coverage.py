@@ -56,6 +56,12 @@ class Ranges:
             self._starts.append(starts)
             self._stops.append(starts + length)
 
+    def update(self, other: Ranges) -> None:
+        """Add everything that ``other`` holds."""
+        starts, stops = other.merged()
+        self._starts.append(starts)
+        self._stops.append(stops)
+
     def add_masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
         """Add the items of ``tensor`` where ``mask``, of the same shape, is True."""
         if mask.all():

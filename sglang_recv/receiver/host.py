@@ -31,6 +31,8 @@ class Host(Protocol):
     dtype: str
     tied_embeddings: bool
     num_layers: int | None
+    #: Parts of names whose tensors one call must load, see :data:`sglang_recv.receiver.catalog.LOADED_TOGETHER`.
+    groups: tuple[tuple[str, ...], ...]
 
     def model(self) -> torch.nn.Module:
         """The model whose weights are updated; it satisfies :class:`Model`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from sglang_recv import manifest
-from sglang_recv.errors import BusyError, DeadlineError, RecvError, SessionStateError
+from sglang_recv.errors import BusyError, DeadlineError, RecvError, SessionAbortedError, SessionStateError
 from sglang_recv.wire import (
     AbortCarrier,
     Carrier,
@@ -86,7 +86,7 @@ class Leader:
         self._clock = clock
         self._book: _Book | None = None
         self._next: list[RankOpened] = []
-        #: Why the last sessions ended before the scheduler threads knew of them, for ranks that open them later.
+        #: Why the last sessions failed, for ranks that open them later.
         self._failed: dict[str, Error] = {}
 
     def handle(self, report: RankReport) -> None:
@@ -149,6 +149,12 @@ class Leader:
         if book is None:
             book = self._book = _Book(report.session, report.kind, self._clock() + OPEN_SECONDS)
         refusal: RecvError | None = None
+        if book.id != report.session and report.takeover and not book.prepared:
+            # The other ranks' reports of the same takeover may come later than this one.
+            taken = SessionAbortedError(f"taken over by sender {report.sender}", fix="open a new session")
+            self._next.append(report)
+            self._fail(book, Error.of(taken))
+            return
         if book.id != report.session and (book.prepared or book.aborting):
             # Ranks learn of the end of a session one after the other: this one is a step ahead of the leader.
             self._next.append(report)
@@ -214,12 +220,12 @@ class Leader:
         if book.aborting:
             return
         book.aborting = True
-        if book.injected_open:
-            self._inject(AbortCarrier(book.id, error))
-            return  # the book is closed when the carrier has run, see over()
         self._failed[book.id] = error
         while len(self._failed) > _REMEMBERED:
             self._failed.pop(next(iter(self._failed)))
+        if book.injected_open:
+            self._inject(AbortCarrier(book.id, error))
+            return  # the book is closed when the carrier has run, see over()
         for rank in book.opened:
             self._tell(rank, LeaderEnd(book.id, error))
         self.over(book.id)

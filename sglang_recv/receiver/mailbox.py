@@ -85,7 +85,6 @@ class Mailbox:
         self.broken = ""
         self._events: deque[Event] = deque()
         self._prepared = ""
-        self._known = ""
 
     def put_round(self, session: str, number: int, buckets: list[Tensors]) -> None:
         """Service thread: this rank holds all buckets of the round."""
@@ -121,14 +120,6 @@ class Mailbox:
     def is_prepared(self, session: str) -> bool:
         """Leader's scheduler thread: see :meth:`set_prepared`."""
         return bool(session) and self._prepared == session
-
-    def set_known(self, session: str) -> None:
-        """Service thread, before each open carrier: the session whose manifest is known to be complete, if any."""
-        self._known = session
-
-    def is_known(self, session: str) -> bool:
-        """Scheduler thread: see :meth:`set_known`."""
-        return bool(session) and self._known == session
 
     def post(self, event: Event) -> None:
         """Scheduler thread: hand over an event and wake the service thread."""

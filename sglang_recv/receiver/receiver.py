@@ -7,7 +7,10 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -16,18 +19,19 @@ from sglang_recv import identity, wire
 from sglang_recv.errors import StagingMemoryError
 from sglang_recv.fdpass import make_private_dir
 from sglang_recv.memory import MemoryKind, probe
-from sglang_recv.receiver.apply import StockApplier
+from sglang_recv.receiver.apply import Observations, StockApplier
 from sglang_recv.receiver.catalog import Catalog, read_headers
 from sglang_recv.receiver.coverage import warm_up
 from sglang_recv.receiver.host import Host
 from sglang_recv.receiver.mailbox import Mailbox
 from sglang_recv.receiver.replicated import Replicated
-from sglang_recv.receiver.service import Facts, Live, Service
+from sglang_recv.receiver.service import Facts, Service, Sources
 from sglang_recv.wire import RankInfo, RankTable
 
 logger = logging.getLogger(__name__)
 
 ENV_DIR: Final = "SGLANG_RECV_DIR"
+_REAP_SECONDS: Final = 600.0
 
 
 def socket_root() -> Path:
@@ -65,11 +69,14 @@ class Receiver:
             )
         warm_up()
         self.mailbox = Mailbox()
-        self.replicated = Replicated(host, self.mailbox, lambda observe: StockApplier(host.model(), observe=observe))
+        observations = Observations(host.model())
+        self.replicated = Replicated(host, self.mailbox, lambda: StockApplier(host.model(), observations))
         engine = share(secrets.token_hex(8).encode())[0].decode()
         self._folder = socket_root() / engine
         make_private_dir(socket_root())
         make_private_dir(self._folder)
+        if host.rank == 0:
+            _reap(socket_root())
         facts = Facts(
             engine=engine,
             rank=host.rank,
@@ -82,9 +89,10 @@ class Receiver:
             sglang_version=host.sglang_version,
             model=host.model_path,
             dtype=host.dtype,
+            groups=host.groups,
         )
-        live = Live(host.memory_saver, host.weight_version, lambda: _catalog(host), host.inject)
-        self._service = Service(facts, live, self.mailbox, self._folder)
+        sources = Sources(host.memory_saver, host.weight_version, lambda: _catalog(host), host.inject)
+        self._service = Service(facts, sources, self.mailbox, self._folder)
         info = RankInfo(
             rank=host.rank,
             device=facts.device_id,
@@ -105,6 +113,27 @@ class Receiver:
         self._service.close()
         with contextlib.suppress(OSError):
             self._folder.rmdir()  # the last rank to go removes it
+
+
+def _reap(root: Path) -> None:
+    """Remove socket directories that killed engines left behind: those where nobody listens any more."""
+    for folder in root.iterdir():
+        if folder.is_dir() and not folder.is_symlink() and not any(_listens(path) for path in folder.glob("*.fds")):
+            age = time.time() - folder.stat().st_mtime
+            if age > _REAP_SECONDS:  # a younger one may be about to bind
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listens(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.settimeout(1.0)
+            probe.connect(os.fspath(path))
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        pass  # whatever it is, it is not ours to remove
+    return True
 
 
 def _catalog(host: Host) -> Catalog:

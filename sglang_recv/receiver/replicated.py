@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from sglang_recv.errors import (
+    REPAIR,
     CommitError,
     FullUpdateRequiredError,
     InternalError,
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 READY: Final = "ready"
 NEEDS_WEIGHTS: Final = "needs_weights"
 POISONED: Final = "poisoned"
-
-_FULL_FIX: Final = "send a full update, or reload with SGLang's /update_weights_from_disk"
 
 
 @dataclass
@@ -63,10 +62,10 @@ class Replicated:
     mailbox
         Where the service thread finds what happened.
     make_applier
-        A fresh apply step for each session; the argument says whether it has to observe what the loader does.
+        A fresh apply step for each session.
     """
 
-    def __init__(self, host: Host, mailbox: Mailbox, make_applier: Callable[[bool], Applier]) -> None:
+    def __init__(self, host: Host, mailbox: Mailbox, make_applier: Callable[[], Applier]) -> None:
         self._host = host
         self._mailbox = mailbox
         self._make_applier = make_applier
@@ -83,7 +82,7 @@ class Replicated:
 
     def refusal(self) -> str | None:
         """Why requests are answered with 503, or None when they are served or queued."""
-        return None if self._state == READY else f"weights are {self._state}: {self._reason}; {_FULL_FIX}"
+        return None if self._state == READY else f"weights are {self._state}: {self._reason}; {REPAIR}"
 
     def blocks_stock_update(self) -> str | None:
         """Why SGLang's own weight updates are refused now, or None."""
@@ -94,6 +93,10 @@ class Replicated:
     def reloaded(self) -> None:
         """A stock reload from disk succeeded: the weights are whole again."""
         self._set_state(READY, "")
+
+    def half_reloaded(self) -> None:
+        """A stock reload from disk succeeded on some ranks only."""
+        self._set_state(POISONED, "a reload from disk succeeded on some ranks only")
 
     def resumed_without_backup(self) -> None:
         """The memory saver resumed weights that it had not backed up: their content is undefined."""
@@ -145,8 +148,8 @@ class Replicated:
             )
         self._check_mapped()
         if carrier.kind != "full" and self._state != READY:
-            raise FullUpdateRequiredError(f"weights are {self._state}: {self._reason}", fix=_FULL_FIX)
-        return self._make_applier(not self._mailbox.is_known(carrier.session))
+            raise FullUpdateRequiredError(f"weights are {self._state}: {self._reason}", fix=REPAIR)
+        return self._make_applier()
 
     def _check_mapped(self) -> None:
         if self._host.weights_released():
@@ -179,7 +182,6 @@ class Replicated:
             )
             return
         session.next_round += 1
-        self._publish(f"loading round {carrier.round}")
         started = time.monotonic()
         self._catch(session, lambda: self._apply(session, carrier.round))
         fence = self._host.after_writes()
@@ -202,7 +204,9 @@ class Replicated:
     def _apply(self, session: _Session, number: int) -> None:
         buckets = self._mailbox.take_round(session.id, number)
         if session.error is None:
-            for bucket in buckets:
+            for place, bucket in enumerate(buckets):
+                last = bucket[-1][0] if bucket else "nothing"
+                self._publish(f"loading round {number}, bucket {place} ({len(bucket)} tensors, the last is {last})")
                 session.applier.apply(bucket)
 
     def _commit(self, carrier: CommitCarrier) -> tuple[bool, str]:
@@ -237,6 +241,7 @@ class Replicated:
                 f"commit of session {session.id[:8]} before every sender finished",
                 fix="commit after Prepared; WeightClient does",
             )
+        self._check_mapped()
         self._finish_load(session)
         if session.writing:
             self._host.after_writes().synchronize()
@@ -290,7 +295,8 @@ class Replicated:
     def _finish_load(self, session: _Session) -> None:
         if session.loading:
             session.loading = False
-            self._host.finish_load()
+            if not self._host.weights_released():  # there is nothing to finish on, and touching it would be fatal
+                self._host.finish_load()
 
     def _end(self, error: RecvError) -> None:
         """End the live session without a commit, on every rank."""

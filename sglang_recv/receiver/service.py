@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -18,11 +19,11 @@ import zmq
 
 from sglang_recv import manifest, wire
 from sglang_recv.channel import Dealer, Router, Wakeup
-from sglang_recv.errors import BadMessageError, InternalError, RecvError, SessionStateError
+from sglang_recv.errors import BadMessageError, InternalError, RecvError, SessionStateError, UnsupportedError
 from sglang_recv.fdpass import FdConnection, FdListener
 from sglang_recv.memory import MemoryKind
 from sglang_recv.receiver import checksum
-from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
+from sglang_recv.receiver.catalog import Catalog
 from sglang_recv.receiver.leader import Leader
 from sglang_recv.receiver.mailbox import ChecksumDone, Event, Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.receiver.session import RankSession
@@ -59,10 +60,32 @@ logger = logging.getLogger(__name__)
 #: Seconds without a word from a sender after which its session ends.
 LEASE_SECONDS: Final = 15.0
 _TICK_MS: Final = 250
+#: Environment: seconds that a live sender may do nothing for its session. A gather of a large model takes minutes.
+ENV_PROGRESS: Final = "SGLANG_RECV_PROGRESS_SECONDS"
+_PROGRESS_SECONDS: Final = 1800.0
 #: Seconds after which Python takes the interpreter lock from a thread that does not give it up (the default is 0.005).
-#: While loaders run Python code, each of the service thread's short steps waits that long, several times per round.
+#: While the scheduler spins or loaders run Python code, each of the service thread's short steps waits that long,
+#: several times per round; so it is lower while a sender is connected.
 _SWITCH_SECONDS: Final = 0.0002
 _MAX_PEERS: Final = 256
+
+
+def progress_seconds() -> float:
+    """The limit on a sender's idleness in a session, in seconds.
+
+    Raises
+    ------
+    UnsupportedError
+        When the environment holds no positive number.
+    """
+    text = os.environ.get(ENV_PROGRESS, "")
+    try:
+        seconds = float(text) if text else _PROGRESS_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UnsupportedError(f"{ENV_PROGRESS} is {text!r}", fix="use a number of seconds above 0, or leave it out")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -80,10 +103,11 @@ class Facts:
     sglang_version: str
     model: str
     dtype: str
+    groups: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Live:
+class Sources:
     """What the service thread may ask the engine for at any time, without waiting."""
 
     memory_saver: Callable[[], MemorySaver]
@@ -97,7 +121,7 @@ class Service:
 
     Parameters
     ----------
-    facts, live
+    facts, sources
         What the rank is, and what may be asked of it.
     mailbox
         Shared with the scheduler thread.
@@ -106,9 +130,9 @@ class Service:
         publishes is bound.
     """
 
-    def __init__(self, facts: Facts, live: Live, mailbox: Mailbox, folder: Path) -> None:
+    def __init__(self, facts: Facts, sources: Sources, mailbox: Mailbox, folder: Path) -> None:
         self._facts = facts
-        self._ask = live
+        self._ask = sources
         self._mailbox = mailbox
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control = Router(self._context, folder / f"rank{facts.rank}.control")
@@ -118,7 +142,8 @@ class Service:
         self._link_out: Dealer | None = None
         self._leader: Leader | None = None
         self._local: deque[LeaderMessage] = deque()
-        self._connections: dict[int, tuple[FdConnection, str]] = {}
+        #: By fd: the connection, and the session and the sender that it attached to.
+        self._connections: dict[int, tuple[FdConnection, str, str]] = {}
         self._checksums: dict[str, bytes] = {}
         self._stop = Wakeup()
         self._stopping = False
@@ -128,9 +153,11 @@ class Service:
             facts.device,
             facts.memory_kind,
             mailbox,
-            live.catalog,
+            sources.catalog,
             self,
+            groups=facts.groups,
             lease_seconds=LEASE_SECONDS,
+            progress_seconds=progress_seconds(),
         )
         self._thread = threading.Thread(target=self._run, name="sglang-recv", daemon=True)
 
@@ -181,7 +208,7 @@ class Service:
 
     def over(self, session: str) -> None:
         """Drop the connections of a session, and close the leader's book."""
-        for fd, (connection, owner) in list(self._connections.items()):
+        for fd, (connection, owner, _) in list(self._connections.items()):
             if owner == session:
                 self._drop(fd, connection)
         if self._leader is not None:
@@ -193,6 +220,8 @@ class Service:
         if self._facts.device.type == "cuda":
             torch.cuda.set_device(self._facts.device)
         try:
+            # Reads the headers of the checkpoint: now, and not while a sender waits for its Welcome.
+            self._guard(lambda: self._session.catalog, "reading the checkpoint")
             while not self._stopping:
                 self._step()
         except BaseException as error:
@@ -200,7 +229,7 @@ class Service:
             self._mailbox.broken = f"{type(error).__name__}: {error}"
         finally:
             sys.setswitchinterval(self._switch_seconds)
-            for fd, (connection, _) in list(self._connections.items()):
+            for fd, (connection, _, _) in list(self._connections.items()):
                 self._drop(fd, connection)
             self._fds.close()
             self._control.close()
@@ -211,7 +240,7 @@ class Service:
             self._stop.close()
             self._mailbox.wakeup.close()
 
-    def _guard(self, work: Callable[[], None], what: str) -> None:
+    def _guard(self, work: Callable[[], object], what: str) -> None:
         """Do ``work``. What it did not foresee ends the live session, not the thread."""
         try:
             work()
@@ -222,7 +251,12 @@ class Service:
 
     def _step(self) -> None:
         poller = zmq.Poller()
-        sources: list[Any] = [self._stop, self._mailbox.wakeup, self._fds, *(c for c, _ in self._connections.values())]
+        sources: list[Any] = [
+            self._stop,
+            self._mailbox.wakeup,
+            self._fds,
+            *(c for c, _, _ in self._connections.values()),
+        ]
         for source in sources:
             poller.register(source.fileno(), zmq.POLLIN)
         poller.register(self._control.socket, zmq.POLLIN)
@@ -232,7 +266,7 @@ class Service:
         ready = {key for key, _ in poller.poll(0 if self._local else _TICK_MS)}
         if self._fds.fileno() in ready:
             self._guard(self._accept, "accepting a connection")
-        for fd, (connection, _) in list(self._connections.items()):
+        for fd, (connection, _, _) in list(self._connections.items()):
             if fd in ready:
                 self._guard(functools.partial(self._from_fd, fd, connection), "reading a connection")
         self._from_senders()
@@ -242,7 +276,7 @@ class Service:
         self._guard(self._session.tick, "the lease")
         if self._leader is not None:
             self._guard(self._leader.tick, "the leader's clock")
-        wanted = _SWITCH_SECONDS if self._session.live else self._switch_seconds
+        wanted = _SWITCH_SECONDS if self._connections else self._switch_seconds
         if sys.getswitchinterval() != wanted:
             sys.setswitchinterval(wanted)
 
@@ -283,7 +317,7 @@ class Service:
 
     def _refuse(self, peer: bytes, session: str, error: RecvError) -> None:
         """End the sender's session with the error when it is the live one; else only answer."""
-        if not self._session.error(error, session):
+        if not self._session.error(error, session, peer):
             self.to_sender(peer, Error.of(error, session, self._mailbox.status.state))
 
     def _from_sender(self, peer: bytes, message: wire.SenderMessage) -> None:
@@ -300,13 +334,13 @@ class Service:
                 # A refused Open has no session to end: another sender's may be the live one, under the same id.
                 self.to_sender(peer, Error.of(error, message.session, self._mailbox.status.state))
         elif isinstance(message, Load):
-            self._session.load(message)
+            self._session.load(peer, message)
         elif isinstance(message, ReleaseBuffer):
-            self._session.release(message)
+            self._session.release(peer, message)
         elif isinstance(message, Finish):
-            self._session.finish(message)
+            self._session.finish(peer, message)
         elif isinstance(message, Abort):
-            self._session.abort(message)
+            self._session.abort(peer, message)
         elif isinstance(message, ChecksumRequest):
             self._checksums[message.token] = peer
             self.to_leader(RankChecksum(self._facts.rank, message.token))
@@ -325,6 +359,7 @@ class Service:
             memory_kind=facts.memory_kind.value,
             alignment=manifest.ALIGNMENT,
             lease_seconds=LEASE_SECONDS,
+            progress_seconds=progress_seconds(),
             sglang_version=facts.sglang_version,
             model=facts.model,
             dtype=facts.dtype,
@@ -334,7 +369,7 @@ class Service:
             full_required=status.full_required,
             memory_saver=self._ask.memory_saver(),
             session=self._session.live,
-            groups=LOADED_TOGETHER,
+            groups=self._facts.groups,
             catalog_digest=self._session.catalog.digest,
         )
 
@@ -370,7 +405,7 @@ class Service:
             logger.warning("more than %d connections, the newest was closed", _MAX_PEERS)
             connection.close()
             return
-        self._connections[connection.fileno()] = (connection, "")
+        self._connections[connection.fileno()] = (connection, "", "")
 
     def _drop(self, fd: int, connection: FdConnection) -> None:
         del self._connections[fd]
@@ -378,13 +413,13 @@ class Service:
 
     def _hung_up(self, connection: FdConnection, how: str) -> None:
         fd = connection.fileno()
-        owner = self._connections[fd][1]
+        _, session, sender = self._connections[fd]
         self._drop(fd, connection)
-        if owner:
-            self._session.lost(owner, how)
+        if session:
+            self._session.lost(session, sender, how)
 
     def _from_fd(self, fd: int, connection: FdConnection) -> None:
-        owner = self._connections[fd][1]
+        _, owner, sender = self._connections[fd]
         try:
             raw, passed = connection.recv(timeout=0)
         except BlockingIOError:
@@ -400,13 +435,13 @@ class Service:
             if isinstance(message, Attach):
                 if passed is not None:
                     raise BadMessageError("an fd came with Attach", fix="send fds with OfferBuffer only")
-                self._connections[fd] = (connection, message.session)
+                self._connections[fd] = (connection, message.session, message.sender)
                 answer: wire.FdReply = Attached(message.session)
             elif passed is None:
                 raise BadMessageError("OfferBuffer came without an fd", fix="send the fd in the same packet")
             else:
                 handed, passed = passed, None
-                answer = self._map(owner, message, handed)
+                answer = self._map(owner, sender, message, handed)
         except RecvError as error:
             answer = Error.of(error, owner, self._mailbox.status.state)
         finally:
@@ -414,14 +449,14 @@ class Service:
                 passed.close()
         self._answer(connection, answer)
 
-    def _map(self, owner: str, message: OfferBuffer, fd: Any) -> BufferMapped:
+    def _map(self, owner: str, sender: str, message: OfferBuffer, fd: Any) -> BufferMapped:
         with fd:
             if message.session != owner:
                 raise SessionStateError(
                     f"a buffer for session {message.session[:8]} on a connection of {owner[:8] or 'no session'}",
                     fix="send Attach first, with the same session",
                 )
-            self._session.offer(message, fd)
+            self._session.offer(sender, message, fd)
         return BufferMapped(message.session, message.buffer)
 
     def _answer(self, connection: FdConnection, message: wire.FdReply) -> None:

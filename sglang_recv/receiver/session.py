@@ -15,6 +15,7 @@ from sglang_recv.errors import (
     BadBufferError,
     BadMessageError,
     BusyError,
+    DeadlineError,
     LeaseLostError,
     LimitError,
     RecvError,
@@ -24,7 +25,7 @@ from sglang_recv.errors import (
 from sglang_recv.fdpass import OwnedFd
 from sglang_recv.memory import MemoryKind, StagingBuffer, import_buffer
 from sglang_recv.receiver.apply import Applier, Tensors
-from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
+from sglang_recv.receiver.catalog import Catalog
 from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.wire import (
     MAX_BUCKETS_PER_ROUND,
@@ -77,8 +78,11 @@ class _Live:
     kind: str
     peer: bytes
     sender: str
+    #: When anything came from the sender, and when it last went on with its work (monotonic seconds).
     heard: float
+    progressed: float
     announced: dict[str, TensorSpec] | None
+    staging_bytes: int
     state: str = "opening"
     applier: Applier | None = None
     seen: dict[str, TensorSpec] = field(default_factory=dict)
@@ -109,8 +113,12 @@ class RankSession:
         Makes the initial catalog; called when the first session opens, since it reads files.
     outbox
         Where messages go.
+    groups
+        Parts of names that must be in one bucket, see :data:`sglang_recv.receiver.catalog.LOADED_TOGETHER`.
     lease_seconds
         How long a sender may be silent.
+    progress_seconds
+        How long a sender that is alive may do nothing for its session.
     """
 
     def __init__(
@@ -122,7 +130,9 @@ class RankSession:
         catalog: Callable[[], Catalog],
         outbox: Outbox,
         *,
+        groups: Sequence[Sequence[str]],
         lease_seconds: float,
+        progress_seconds: float,
     ) -> None:
         self._rank = rank
         self._device = device
@@ -131,7 +141,9 @@ class RankSession:
         self._make_catalog = catalog
         self._catalog: Catalog | None = None
         self._out = outbox
+        self._groups = groups
         self._lease = lease_seconds
+        self._progress = progress_seconds
         self._live: _Live | None = None
         self._waiting: tuple[bytes, Open] | None = None
 
@@ -171,11 +183,12 @@ class RankSession:
             self._waiting = (peer, message)
             self._fail(SessionAbortedError(f"taken over by sender {message.sender}", fix="open a new session"))
             return
-        proven = message.kind == "full" and announced is not None and self.catalog.proves(announced.values())
-        self._mailbox.set_known(message.session if proven else "")
-        self._live = _Live(message.session, message.kind, peer, message.sender, time.monotonic(), announced)
+        now = time.monotonic()
+        self._live = _Live(
+            message.session, message.kind, peer, message.sender, now, now, announced, message.staging_bytes
+        )
         logger.info("session %s of %s opens: %s", message.session[:8], message.sender, _described(message))
-        self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender))
+        self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender, message.takeover))
 
     def _announced(self, message: Open) -> dict[str, TensorSpec] | None:
         """What ``message`` announces, after every check that needs no session."""
@@ -200,9 +213,9 @@ class RankSession:
         if self._live is not None and (self._live.id, self._live.sender) == (session, sender):
             self._live.heard = time.monotonic()
 
-    def load(self, message: Load) -> None:
+    def load(self, peer: bytes, message: Load) -> None:
         """Take the buckets of one round."""
-        live = self._expect(message.session, "open", "receiving")
+        live = self._expect(message.session, peer, "open", "receiving")
         if message.round != live.rounds:
             raise SessionStateError(
                 f"round {message.round} came, round {live.rounds} was due", fix="send rounds in order, each once"
@@ -215,7 +228,7 @@ class RankSession:
         specs = [entry.spec for bucket in message.buckets for entry in bucket.entries]
         stream = live.announced is None
         findings = self._stream_problems(live, specs) if stream else self._announced_problems(live, specs)
-        findings += _split_groups(message.buckets)
+        findings += _split_groups(message.buckets, self._groups)
         if findings:
             raise manifest.manifest_error(findings, f"round {message.round} does not fit this engine's model")
         buckets = [self._tensors(live, bucket) for bucket in message.buckets]
@@ -226,9 +239,9 @@ class RankSession:
         self._mailbox.put_round(live.id, message.round, buckets)
         self._out.to_leader(RankReady(live.id, self._rank, message.round))
 
-    def release(self, message: ReleaseBuffer) -> None:
+    def release(self, peer: bytes, message: ReleaseBuffer) -> None:
         """Unmap one buffer."""
-        live = self._expect(message.session, "open", "receiving", "finished")
+        live = self._expect(message.session, peer, "open", "receiving", "finished")
         busy = [number for number, buffers in live.in_flight.items() if message.buffer in buffers]
         buffer = live.buffers.get(message.buffer)
         if buffer is None or busy:
@@ -240,9 +253,9 @@ class RankSession:
         buffer.close()
         self._out.to_sender(live.peer, Released(live.id, message.buffer))
 
-    def finish(self, message: Finish) -> None:
+    def finish(self, peer: bytes, message: Finish) -> None:
         """The sender has sent everything."""
-        live = self._expect(message.session, "open", "receiving")
+        live = self._expect(message.session, peer, "open", "receiving")
         if message.rounds != live.rounds:
             raise SessionStateError(
                 f"the sender finished {message.rounds} rounds, this rank got {live.rounds}", fix="report this"
@@ -256,44 +269,55 @@ class RankSession:
         live.finishing = True
         self._report_finished(live)
 
-    def abort(self, message: Abort) -> None:
+    def abort(self, peer: bytes, message: Abort) -> None:
         """The sender gives up."""
-        if self._give_up_waiting(message.session):
+        if self._give_up_waiting(message.session, peer):
             return
-        live = self._expect(message.session)
+        live = self._expect(message.session, peer)
         live.aborted_by_sender = True
         self._fail(SessionAbortedError(f"aborted by its sender: {message.reason}", fix="open a new session"))
 
-    def offer(self, message: OfferBuffer, fd: OwnedFd) -> None:
+    def offer(self, sender: str, message: OfferBuffer, fd: OwnedFd) -> None:
         """Map a buffer. Takes the fd in any case."""
         with fd:
-            live = self._expect(message.session)
+            live = self._live
+            peer = live.peer if live is not None and live.sender == sender else b""
+            live = self._expect(message.session, peer, "open", "receiving")
             if message.kind != self._kind.value:
                 raise BadBufferError(
                     f"a buffer of kind {message.kind!r}, this rank takes {self._kind.value!r}",
                     fix="let WeightClient allocate staging, it asks the rank",
                 )
-            if message.buffer in live.buffers or len(live.buffers) >= MAX_BUFFERS:
+            if message.buffer in live.buffers:
+                raise BadBufferError(f"buffer {message.buffer} is mapped already", fix="give every buffer a new id")
+            if len(live.buffers) >= MAX_BUFFERS:
                 raise BadBufferError(
-                    f"buffer {message.buffer} is mapped already, or {MAX_BUFFERS} buffers are",
-                    fix="give every buffer a new id and release those that are not needed",
+                    f"{MAX_BUFFERS} buffers are mapped, which is the limit", fix="release those that are not needed"
+                )
+            total = message.nbytes + sum(buffer.nbytes for buffer in live.buffers.values())
+            if live.announced is not None and total > live.staging_bytes:
+                raise BadBufferError(
+                    f"buffer {message.buffer} brings staging to {total} bytes, {live.staging_bytes} were announced",
+                    fix="announce the peak in Open",
                 )
             buffer = live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
             live.views[message.buffer] = manifest.Views(buffer.tensor())
 
-    def error(self, error: RecvError, session: str | None) -> bool:
-        """End ``session`` (None: whichever is live) with ``error``. True when it was the live one."""
-        if self._live is None or session not in (None, self._live.id):
+    def error(self, error: RecvError, session: str | None, peer: bytes | None = None) -> bool:
+        """End ``session`` (None: whichever is live) with ``error``. False when ``peer`` is not its owner."""
+        live = self._live
+        if live is None or session not in (None, live.id) or peer not in (None, live.peer):
             return False
         self._fail(error)
         return True
 
-    def lost(self, session: str, how: str) -> None:
-        """The sender's connection is gone."""
-        if self._give_up_waiting(session):
+    def lost(self, session: str, sender: str, how: str) -> None:
+        """The connection of a sender is gone; it matters when that sender owns the session."""
+        waiting = self._waiting
+        if waiting is not None and waiting[1].sender == sender and self._give_up_waiting(session, waiting[0]):
             return
         live = self._live
-        if live is not None and live.id == session:
+        if live is not None and (live.id, live.sender) == (session, sender):
             self._fail(
                 LeaseLostError(
                     f"sender {live.sender} of session {live.id[:8]} is gone: {how}",
@@ -305,9 +329,19 @@ class RankSession:
         """End the session when its lease ran out."""
         live = self._live
         if live is not None and not live.failed:
-            silent = time.monotonic() - live.heard
-            if silent > self._lease:
-                self.lost(live.id, f"silent for {silent:.1f} s, the lease is {self._lease:.1f} s")
+            now = time.monotonic()
+            if now - live.heard > self._lease:
+                silent = f"silent for {now - live.heard:.1f} s, the lease is {self._lease:.1f} s"
+                self.lost(live.id, live.sender, silent)
+            elif now - live.progressed > self._progress:
+                self._fail(
+                    DeadlineError(
+                        f"sender {live.sender} of session {live.id[:8]} is alive, but has done nothing for "
+                        f"{now - live.progressed:.0f} s (the limit is {self._progress:.0f} s); rank {self._rank} is "
+                        f"{live.state} after {live.rounds} rounds",
+                        fix="look at what the trainer waits for; raise SGLANG_RECV_PROGRESS_SECONDS for slow sources",
+                    )
+                )
 
     # --- from the scheduler thread -----------------------------------------------------------------------------------
 
@@ -382,9 +416,9 @@ class RankSession:
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _expect(self, session: str, *states: str) -> _Live:
+    def _expect(self, session: str, peer: bytes, *states: str) -> _Live:
         live = self._live
-        if live is None or live.id != session:
+        if live is None or (live.id, live.peer) != (session, peer):
             raise SessionStateError(
                 f"session {session[:8]} is not open on rank {self._rank}", fix="open a session; it may have ended"
             )
@@ -395,7 +429,7 @@ class RankSession:
                 f"session {session[:8]} is {live.state}, this message needs {' or '.join(states)}",
                 fix="see docs/protocol.md",
             )
-        live.heard = time.monotonic()
+        live.heard = live.progressed = time.monotonic()
         return live
 
     def _stream_problems(self, live: _Live, specs: Sequence[TensorSpec]) -> list[str]:
@@ -450,11 +484,11 @@ class RankSession:
             live.failed = True
             self._out.to_leader(RankFailed(live.id, self._rank, Error.of(error)))
 
-    def _give_up_waiting(self, session: str) -> bool:
+    def _give_up_waiting(self, session: str, peer: bytes) -> bool:
         """Forget a takeover whose sender gave up before the live session ended. True when there was one."""
-        if self._waiting is None or self._waiting[1].session != session:
+        if self._waiting is None or (self._waiting[1].session, self._waiting[0]) != (session, peer):
             return False
-        peer, self._waiting = self._waiting[0], None
+        self._waiting = None
         self._out.to_sender(peer, Aborted(session, "given up before it opened", self._mailbox.status.state))
         return True
 
@@ -483,16 +517,12 @@ def _described(message: Open) -> str:
     return f"{message.kind}, {tensors}, {message.staging_bytes >> 20} MiB of staging"
 
 
-def _split_groups(buckets: Sequence[Bucket]) -> list[str]:
+def _split_groups(buckets: Sequence[Bucket], groups: Sequence[Sequence[str]]) -> list[str]:
     """Tensors that only one call loads, without the ones that must be in that call, one line each."""
     found = []
-    for bucket in buckets:
+    for bucket in buckets if groups else ():
         names = {entry.spec.name for entry in bucket.entries}
-        for group in LOADED_TOGETHER:
-            for name in names:
-                parts = name.split(".")
-                for place, part in enumerate(parts):
-                    if part in group:
-                        mates = (".".join([*parts[:place], mate, *parts[place + 1 :]]) for mate in group)
-                        found += [f"{name}: needs {mate} in the same bucket" for mate in mates if mate not in names]
+        for name in names:
+            mates = manifest.group_of(name, groups) or ()
+            found += [f"{name}: needs {mate} in the same bucket" for mate in mates if mate not in names]
     return found

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.engine import GpuServer
+from support.server import RequestError
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
@@ -72,8 +73,8 @@ def check(server: GpuServer, action: str) -> dict[str, Any]:
     return answer
 
 
-def run(model: str, slot_mib: int) -> dict[str, Any]:
-    """Everything for one model."""
+def run(model: str, slot_mib: int, *, saver_states: bool) -> dict[str, Any]:
+    """Everything for one model; with ``saver_states`` also what happens to updates of released weights."""
     report: dict[str, Any] = {"model": model, "slot_mib": slot_mib}
     with tempfile.TemporaryDirectory() as root:
         begun = time.monotonic()
@@ -91,8 +92,38 @@ def run(model: str, slot_mib: int) -> dict[str, Any]:
             report["digests_equal_after_reset"] = again["digest"] == report["saver"]["digest"]
             report["plain"] = trainer(server.url, model, *slots, "--stock", "3", saver=False)
             report["digests_equal_to_stock"] = report["plain"]["stock_digest"] == report["saver"]["digest"]
+            if saver_states:
+                report["released"] = released(server, model, slots)
             report["log"] = server.tail(30)
     return report
+
+
+def released(server: GpuServer, model: str, slots: tuple[str, ...]) -> dict[str, Any]:
+    """Weights released and resumed without a backup: what is refused when, and that a full update makes them whole."""
+    digest = trainer(server.url, model, *slots, "--updates", "1", saver=False)["digest"]
+    tags = {"tags": ["weights"]}
+    server.post("/release_memory_occupation", tags)
+    report: dict[str, Any] = {"update while released": _error(server, model)}
+    server.post("/resume_memory_occupation", tags)
+    try:
+        server.generate([1, 2, 3], 1)
+        report["generate after resume"] = "served"
+    except RequestError as error:
+        report["generate after resume"] = f"{error.status} {str(error.body)[:300]}"
+    report["partial update after resume"] = _error(server, model, "--kind", "partial")
+    again = trainer(server.url, model, *slots, "--updates", "1", saver=False)
+    report["full update makes them whole"] = again["digest"] == digest
+    return report
+
+
+def _error(server: GpuServer, model: str, *args: str) -> str:
+    """The first line of what a trainer process is told."""
+    try:
+        trainer(server.url, model, *args, saver=False)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.startswith("sglang_recv.errors.")]
+        return lines[-1] if lines else str(error)[-500:]
+    return "no error"
 
 
 def table(reports: list[dict[str, Any]]) -> str:
@@ -104,6 +135,7 @@ def table(reports: list[dict[str, Any]]) -> str:
             "stock flattened bucket, no saver": plain["stock_seconds"],
             "ours, no saver": [run["seconds"] for run in plain["updates"]],
             "ours, trainer under the saver": [run["seconds"] for run in saver["updates"]],
+            "ours, no saver, a lazy source": [plain["streamed_seconds"]],
             "one copy on the device": [plain["device_copy_seconds"]],
         }
         for way, seconds in rows.items():
@@ -117,6 +149,7 @@ def table(reports: list[dict[str, Any]]) -> str:
             f"       MiB: staging {mib['staging_bytes']}, device at peak +{mib['device_bytes_in_use_at_peak']}, after "
             f"+{mib['device_bytes_after']}; without a trainer before {report['engine_used_before'] >> 20}, after "
             f"{report['engine_used_after'] >> 20}",
+            f"       memory saver: {json.dumps(report.get('released'))}",
             f"       phases of the last update: {json.dumps(last['phases'])}",
         ]
     return "\n".join(lines)
@@ -146,7 +179,7 @@ def main() -> None:
     reports = []
     for model in options.models:
         print(f"{model}: starting", flush=True)
-        reports.append(run(model, options.slot_mib))
+        reports.append(run(model, options.slot_mib, saver_states=model == "0.6b"))
         result = {"environment": environment(), "reports": reports}
         (options.out / "main_job.json").write_text(json.dumps(result, indent=1))
         print(table(reports), flush=True)

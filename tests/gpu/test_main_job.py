@@ -13,7 +13,7 @@ pytest.importorskip("torch_memory_saver", reason="needs torch_memory_saver")
 def report() -> dict[str, Any]:
     from gpu import main_job
 
-    return main_job.run("0.6b", 256)
+    return main_job.run("0.6b", 256, saver_states=True)
 
 
 def test_torch_cannot_share_these_tensors(report: dict[str, Any]) -> None:
@@ -25,7 +25,16 @@ def test_ours_takes_them_and_weights_are_equal(report: dict[str, Any]) -> None:
     assert report["compare"]["success"], report["compare"]
     assert report["digests_equal_after_reset"]
     assert report["digests_equal_to_stock"]
-    assert report["weight_version"] == "tms2"
+    assert report["weight_version"] == "tms-streamed"
+
+
+def test_released_weights_are_refused_and_repaired(report: dict[str, Any]) -> None:
+    released = report["released"]
+    assert "WEIGHTS_RELEASED" in released["update while released"]
+    assert released["generate after resume"].startswith("503")
+    assert "without a CPU backup" in released["generate after resume"]
+    assert "FULL_REQUIRED" in released["partial update after resume"]
+    assert released["full update makes them whole"]
 
 
 def test_device_memory_is_back_to_its_baseline(report: dict[str, Any]) -> None:

@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--saver", action="store_true", help="this process runs under the memory saver's preload")
     parser.add_argument("--stock", type=int, default=0, help="how many stock updates to time first")
     parser.add_argument("--version", default="v")
+    parser.add_argument("--kind", default="full")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -169,7 +170,7 @@ def main() -> None:
                 lowest[0] = min(lowest[0], torch.cuda.mem_get_info()[0])
 
             started = time.monotonic()
-            done = client.update(tensors, f"{options.version}{index}", on_progress=note)
+            done = client.update(tensors, f"{options.version}{index}", kind=options.kind, on_progress=note)
             runs.append(
                 {
                     "seconds": time.monotonic() - started,
@@ -180,6 +181,9 @@ def main() -> None:
                     "device_bytes_after": baseline - free_bytes(),
                 }
             )
+        started = time.monotonic()
+        client.update(iter(tensors.items()), f"{options.version}-streamed")
+        report["streamed_seconds"] = time.monotonic() - started
         report["digest"] = client.checksum()[options.url][0].digest
     report["updates"] = runs
     print(json.dumps(report), flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +15,13 @@ import torch
 import torch.distributed as dist
 import zmq
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers import mm_utils
 from sglang.srt.managers.io_struct import AbortReq, UpdateWeightsFromIPCReqInput
 from sglang.version import __version__ as sglang_version
 
 from sglang_recv import wire
 from sglang_recv.channel import Wakeup
+from sglang_recv.receiver.catalog import LOADED_TOGETHER
 from sglang_recv.wire import Carrier, MemorySaver
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,9 @@ class SGLangHost:
         text = getattr(config, "hf_text_config", None) or config.hf_config
         self.tied_embeddings = bool(getattr(text, "tie_word_embeddings", False))
         self.num_layers: int | None = getattr(text, "num_hidden_layers", None)
+        # SGLang's DeepSeek loaders fuse the two only in models that have a low-rank query.
+        low_rank = getattr(text, "q_lora_rank", None) is not None
+        self.groups: tuple[tuple[str, ...], ...] = LOADED_TOGETHER if low_rank else ()
 
     @property
     def _runner(self) -> Any:
@@ -95,6 +102,12 @@ class SGLangHost:
             found.append(
                 f"quantization {quantization!r}: its weights are packed after loading, and no tested way unpacks them"
             )
+        if getattr(self._updater, "_session", None) is not None:
+            found.append("a weight update session of SGLang's own is open: call /end_weight_update first")
+        if any(getattr(module, "use_intel_amx_backend", False) for module in self.model().modules()):
+            found.append("weights packed for Intel AMX: loaders would write into the packed layout")
+        if os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0").lower() in ("1", "true"):
+            found.append("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED: it permutes expert weights again after each update")
         if not self._has_session and getattr(self._args, "moe_runner_backend", None) == "flashinfer_trtllm":
             found.append("--moe-runner-backend flashinfer_trtllm: this SGLang cannot restore its shuffled weights")
         try:
@@ -146,14 +159,14 @@ class SGLangHost:
     def inject(self, carrier: Carrier) -> None:
         """See Host. Any thread."""
         self._injected.append(UpdateWeightsFromIPCReqInput(zmq_handles=wire.encode_carrier(carrier)))
-        self._woken = True
+        # In this order: once pull_injected has seen _woken, no late byte is left that would end every sleep at once.
         self._wakeup.set()
+        self._woken = True
 
     def pull_injected(self) -> list[Any]:
         """Carriers to broadcast now; called where rank 0 pulls its requests."""
         if not self._woken:
             return []
-        # In this order a carrier that comes meanwhile is taken now or wakes the next poll; never neither.
         self._woken = False
         self._wakeup.clear()
         found = []
@@ -224,6 +237,11 @@ class SGLangHost:
 
     def flush_cache(self) -> bool:
         """See Host."""
+        for module in (mm_utils, sys.modules.get("sglang.srt.managers.mm_schedule")):
+            # What the vision tower made of images; SGLang's flush leaves it, as its weights never change otherwise.
+            embeddings = getattr(module, "embedding_cache", None)
+            if embeddings is not None:
+                embeddings.clear()
         with self._queues_set_aside():
             return bool(self._scheduler.flush_cache(empty_cache=False))
 

@@ -114,6 +114,12 @@ def _refusals(args: Any) -> tuple[str, ...]:
         found.append("--enable-eplb: moved experts would be loaded at their first place")
     if get("weight_cache_mode", "off") != "off":
         found.append(f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines")
+    if get("hicache_storage_backend"):
+        found.append(
+            f"--hicache-storage-backend {args.hicache_storage_backend}: a flush leaves KV of old weights there"
+        )
+    if get("enable_lmcache"):
+        found.append("--enable-lmcache: a flush leaves KV of old weights there")
     if get("enable_pdmux"):
         found.append("--enable-pdmux: its event loop runs batches past the gate")
     if get("device", "cuda") not in ("cuda", "cpu"):

@@ -14,10 +14,11 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_recv import wire
-from sglang_recv.errors import RecvError
+from sglang_recv.errors import ReceiverOffError, RecvError
 from sglang_recv.integrations.sglang import mode
 from sglang_recv.integrations.sglang.host import SGLangHost
 from sglang_recv.receiver.receiver import Receiver
+from sglang_recv.wire import RankTable
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +69,17 @@ def _attach(_result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _publish(result: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    if _receiver is not None:
-        result[wire.INFO_KEY] = msgspec.to_builtins(_receiver.table)
+    off = RankTable(wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "", "off", ())
+    result[wire.INFO_KEY] = msgspec.to_builtins(off if _receiver is None else _receiver.table)
     return result
 
 
 def _gate(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if _receiver is None or not _receiver.replicated.gate_closed:
         return original(scheduler, *args, **kwargs)
+    if _receiver.replicated.refusal() is None:
+        # SGLang sets probes aside while requests wait, and answers them with the next batch's results.
+        scheduler.maybe_send_health_check_signal()
     plan = getattr(schedule_batch, "NextBatchPlan", None)
     if plan is None:
         return None
@@ -100,10 +104,10 @@ def _request(original: Callable[..., Any], scheduler: Any, request: Any, *args: 
 
 
 def _pull(requests: list[Any] | None, *args: Any, **kwargs: Any) -> list[Any] | None:
-    if _host is not None and _receiver is not None and requests is not None:
-        if _receiver.mailbox.broken:
-            # Better no engine than one whose gate nobody can open: SGLang ends it with this reason in the log.
-            raise RuntimeError(f"sglang_recv: the service thread died: {_receiver.mailbox.broken}")
+    if _receiver is not None and _receiver.mailbox.broken:
+        # Better no engine than one whose gate nobody can open: SGLang ends it with this reason in the log.
+        raise RuntimeError(f"sglang_recv: the service thread died: {_receiver.mailbox.broken}")
+    if _host is not None and requests is not None:
         requests.extend(_host.pull_injected())
     return requests
 
@@ -118,11 +122,8 @@ def _carrier(original: Callable[..., Any], updater: Any, request: Any) -> Any:
         blocked = _receiver.replicated.blocks_stock_update() if _receiver is not None else None
         return output(success=False, message=blocked) if blocked else original(updater, request)
     if _receiver is None:
-        return output(
-            success=False,
-            message="[RECEIVER_OFF] sglang_recv is loaded, but its receiver is off. "
-            "fix: start the engine with --weight-receiver vmm",
-        )
+        off = ReceiverOffError("a carrier came, but the receiver is off", fix="start with --weight-receiver vmm")
+        return output(success=False, message=str(off))
     answer = _receiver.replicated.run(carrier)
     if answer is None:
         return None  # injected: an answer that nobody waits for kills SGLang 0.5.13
@@ -142,8 +143,12 @@ def _disk(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     if blocked:
         return io_struct.UpdateWeightFromDiskReqOutput(success=False, message=blocked, num_paused_requests=0)
     result = original(updater, request)
-    if _receiver is not None and result.success:
-        _receiver.replicated.reloaded()
+    if _receiver is not None and _host is not None:
+        # Each rank has a result of its own; what follows must be the same on all of them.
+        if _host.vote(result.success):
+            _receiver.replicated.reloaded()
+        elif not _host.vote(not result.success):
+            _receiver.replicated.half_reloaded()
     return result
 
 

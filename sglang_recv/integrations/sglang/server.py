@@ -81,7 +81,7 @@ def _with_keyword(server_args_class: Any) -> Callable[..., Any]:
 
 def _check_ranks(infos: list[dict[str, Any]], readers: Any, processes: list[Any]) -> None:
     """SGLang logs and ignores a plugin that fails, so the parent checks that its children really have a receiver."""
-    if mode.configured() == "off" or all(wire.INFO_KEY in info for info in infos):
+    if mode.configured() == "off" or all(info.get(wire.INFO_KEY, {}).get("ranks") for info in infos):
         return
     for process in processes:
         process.kill()
