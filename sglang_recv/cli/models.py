@@ -71,10 +71,10 @@ def checkpoint(kind: str, seed: int, root: Path, *, shape: Shape | None = None) 
     shape
         For a size that ``KINDS`` has not.
     """
-    shape = KINDS[kind] if shape is None else shape
     folder = root / f"{kind}-{seed}"
     if folder.is_dir():
         return folder
+    shape = KINDS[kind] if shape is None else shape
     root.mkdir(parents=True, exist_ok=True)
     # Written aside and renamed: a reader never meets half a checkpoint.
     part = Path(tempfile.mkdtemp(prefix=f".{kind}-{seed}-", dir=root))

@@ -67,7 +67,8 @@ def table_of(info: dict[str, Any], name: str) -> RankTable:
         raise PluginMissingError(
             f"engine {name} (SGLang {info.get('version', 'of unknown version')}) runs without a weight receiver",
             fix="install sglang-recv into the engine's environment and start it with --weight-receiver vmm (or set "
-            "SGLANG_RECV_WEIGHT_RECEIVER=vmm); if it is started so, SGLANG_PLUGINS may leave the plugin out",
+            "SGLANG_RECV_WEIGHT_RECEIVER=vmm); if it is started so, its log says why the plugin did not load, or "
+            "SGLANG_PLUGINS leaves it out",
         )
     try:
         # The engine's JSON: sequences may be lists, numbers are numbers.

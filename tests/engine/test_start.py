@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
 
-from sglang_recv import WeightClient
-from sglang_recv.errors import PluginMissingError, UnsupportedError
+from sglang_recv import WeightClient, wire
+from sglang_recv.channel import Dealer
+from sglang_recv.errors import PluginMissingError, ReceiverOffError, UnsupportedError
 from support import models, weights
 from support.oracle import greedy
 from support.pool import EnginePool
 from support.server import CPU_SHIM, VERSIONS, EngineServer, ServerStartError, interpreter
+from support.waiting import wait_until
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -95,14 +98,42 @@ def test_sglang_engine_takes_a_keyword(engines: EnginePool, checkpoints: Path, t
     assert fresh.generate("abc", 8)["output_ids"] == report["said"][1]
 
 
-def test_an_engine_without_a_receiver_says_what_to_do(engines: EnginePool, checkpoints: Path) -> None:
+def test_an_engine_whose_receiver_is_off_says_what_to_do(engines: EnginePool, checkpoints: Path) -> None:
     server = engines("0.5.23")
+
+    with weights.client(server) as client, pytest.raises(ReceiverOffError) as refused:
+        client.update(models.tensors(models.checkpoint("qwen3", 0, checkpoints)), "never")
+
+    assert server.url in refused.value.message
+    assert "--weight-receiver vmm" in refused.value.fix
+
+
+def test_an_engine_that_could_not_load_us_says_what_to_do(engines: EnginePool, checkpoints: Path) -> None:
+    env = {"SGLANG_PLUGINS": "somebody_else", "SGLANG_RECV_WEIGHT_RECEIVER": "vmm"}
+    server = engines("0.5.23", env=env)
 
     with weights.client(server) as client, pytest.raises(PluginMissingError) as refused:
         client.update(models.tensors(models.checkpoint("qwen3", 0, checkpoints)), "never")
 
     assert server.url in refused.value.message
-    assert "--weight-receiver vmm" in refused.value.fix
+    assert "SGLANG_PLUGINS" in refused.value.fix
+    engines.discard(server)
+
+
+def test_another_major_version_is_refused_with_both_versions(engines: EnginePool) -> None:
+    server = engines("0.5.13", tp=2, seed=1, receiver="vmm")
+    rank = server.get("/server_info")["sglang_recv"]["ranks"][1]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with Dealer(context, rank["control"]) as dealer:
+        dealer.send(wire.encode(wire.Hello(wire.PROTOCOL_MAJOR + 1, 0, "from the future")))
+        raw = wait_until(dealer.receive, 5, "an answer", interval=0.01)
+    context.term()
+
+    answer = wire.decode(raw, wire.RankMessage)
+
+    assert isinstance(answer, wire.Error)
+    assert answer.error_code == "PROTOCOL_VERSION"
+    assert "speaks protocol 2.0, this side speaks 1.0" in answer.message
 
 
 def _start_fails(server: EngineServer) -> str:
@@ -227,7 +258,7 @@ def test_two_sender_processes_feed_one_rank_each(engines: EnginePool, checkpoint
     engines.discard(server)
 
 
-def test_an_error_on_one_rank_ends_the_session_on_both(engines: EnginePool, checkpoints: Path) -> None:
+def test_a_rank_without_a_sender_keeps_nobody_waiting(engines: EnginePool, checkpoints: Path) -> None:
     server = engines("0.5.13", tp=2, seed=1, receiver="vmm")
     tensors = models.tensors(models.checkpoint("qwen3", 1, checkpoints))
     held = weights.digests(server)

@@ -243,8 +243,27 @@ def test_a_health_probe_is_answered_while_the_gate_is_closed(server: EngineServe
     with weights.client(server, slot_bytes=SLOT) as client, client.open("new") as session:
         write_some(server, other, session)
         server.get("/health", timeout=10)  # raises on any status but 200
+        received = server.log_text().count(_RECEIVED)
+        with background(server.generate, "x", 2) as request:
+            wait_until(lambda: server.log_text().count(_RECEIVED) > received, 20, "the server has the request")
+            server.get("/health", timeout=10)  # a queued request must not make the engine look dead
+            assert not request.done()
+            session.send(list(other.items())[8:])
+            session.commit()
+            assert len(request.result(30)["output_ids"]) == 2
+
+
+def test_a_refused_sender_cannot_harm_the_session_whose_id_it_has(server: EngineServer, other: Tensors) -> None:
+    with weights.client(server, slot_bytes=SLOT) as owner, owner.open("owner") as session:
+        write_some(server, other, session)
+        with weights.client(server) as intruder:
+            with pytest.raises(BusyError), intruder.open("intruder", session_id=session.id):
+                pass
+            assert weights.states(server)[0].session == session.id
         session.send(list(other.items())[8:])
         session.commit()
+    assert weights.version(server) == "owner"
+    assert [state.weights_state for state in weights.states(server)] == ["ready"]
 
 
 def test_running_requests_refuse_the_first_write(server: EngineServer, other: Tensors) -> None:

@@ -6,11 +6,14 @@ must hold after the update, by digest and by what it says.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from sglang_recv import Progress
 from support import models, weights
 from support.oracle import assert_differ, assert_same, greedy
 from support.pool import EnginePool
@@ -98,8 +101,31 @@ def test_a_lazy_source_is_asked_for_one_tensor_at_a_time(engines: EnginePool, ch
     assert weights.digests(server) == held
 
 
+def test_a_checkpoint_of_several_dtypes(engines: EnginePool, checkpoints: Path) -> None:
+    """The norms are float32 in the checkpoint, bfloat16 in the engine; the sender may have them as either."""
+    tensors = {
+        name: tensor.float() if name.endswith("norm.weight") else tensor
+        for name, tensor in models.tensors(models.checkpoint("qwen3", 5, checkpoints)).items()
+    }
+    folder = checkpoints / "mixed-0"
+    shutil.copytree(models.checkpoint("qwen3", 5, checkpoints), folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    server = engines("0.5.23", "mixed", receiver="vmm")
+    held = weights.digests(server)
+    sent = {name: tensor.bfloat16() if "layers.0." in name else tensor for name, tensor in tensors.items()}
+    assert {tensor.dtype for tensor in sent.values()} == {torch.float32, torch.bfloat16}
+
+    with weights.client(server, slot_bytes=10_000) as client:
+        client.update({name: tensor + 1 for name, tensor in sent.items()}, "away")
+        assert weights.digests(server) != held
+        client.update(sent, "back")
+
+    assert weights.digests(server) == held
+    engines.discard(server)
+
+
 def test_odd_tensors_just_work(engines: EnginePool, checkpoints: Path) -> None:
-    """Non-contiguous sources, wider dtypes than the engine's, a tensor above a slot, sources of several dtypes."""
+    """Sources that are not contiguous, and tensors above a slot."""
     server = engines("0.5.23", receiver="vmm")
     held = weights.digests(server)
     tensors = dict(models.tensors(models.checkpoint("qwen3", 0, checkpoints)))
@@ -141,6 +167,19 @@ def test_a_partial_update_changes_what_it_names(engines: EnginePool, checkpoints
 
     assert {n for n, digest in changed[0].items() if digest != held[0][n]} == {name}
     assert weights.digests(server) == held
+
+
+def test_progress_is_reported_after_each_round(engines: EnginePool, checkpoints: Path) -> None:
+    server = engines("0.5.23", receiver="vmm")
+    tensors = models.tensors(models.checkpoint("qwen3", 0, checkpoints))
+    seen: list[Progress] = []
+
+    with weights.client(server, slot_bytes=50_000) as client:
+        report = client.update(tensors, "watched", on_progress=seen.append)
+
+    assert len(seen) == report.rounds > 3
+    assert [step.nbytes for step in seen] == sorted({step.nbytes for step in seen})
+    assert (seen[-1].tensors, seen[-1].nbytes) == (report.tensors, report.nbytes)
 
 
 def test_one_call_updates_two_engines(engines: EnginePool, checkpoints: Path) -> None:
