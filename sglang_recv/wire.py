@@ -21,7 +21,7 @@ PROTOCOL_MINOR: Final = 0
 #: Largest encoded message, in bytes. A manifest of 500,000 tensors is about 30 MiB.
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_NAME_CHARS: Final = 1024
-MAX_TEXT_CHARS: Final = 64 << 10
+MAX_VERSION_CHARS: Final = 256
 MAX_TENSORS: Final = 1_000_000
 MAX_DIMS: Final = 16
 MAX_BUFFERS: Final = 1024
@@ -249,9 +249,10 @@ class Checksum(msgspec.Struct, tag=True, frozen=True):
     weight_version: str
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """``text`` in what a message may hold: cut, and without control characters and lone surrogates."""
     cut = text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 4] + " ..."
-    return cut.encode("utf-8", "replace").decode()
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in cut)
 
 
 class Error(msgspec.Struct, tag=True, frozen=True):
@@ -267,8 +268,8 @@ class Error(msgspec.Struct, tag=True, frozen=True):
     @classmethod
     def of(cls, error: RecvError, session: str = "", weights_state: str = "") -> Error:
         """The message for ``error``, in what a message may hold: other people's texts can be of any length and form."""
-        details = tuple(_printable(line) for line in error.details[:200])
-        return cls(error.code, _printable(error.message), _printable(error.fix), details, session, weights_state)
+        details = tuple(printable(line) for line in error.details[:200])
+        return cls(error.code, printable(error.message), printable(error.fix), details, session, weights_state)
 
     def exception(self) -> RecvError:
         """The error that the other side raised."""
@@ -479,7 +480,7 @@ def decode(raw: bytes, kind: Any) -> Any:
             raw,
             raw=False,
             strict_map_key=True,
-            max_str_len=MAX_TEXT_CHARS,
+            max_str_len=len(raw),
             max_bin_len=0,
             max_ext_len=0,
             # Each item takes a byte at least: a length that the message cannot hold must not reserve memory.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import secrets
 import socket
@@ -15,7 +17,7 @@ import zmq
 from sglang_recv import identity, manifest
 from sglang_recv.client.link import Heart, RankLink, greet, wait
 from sglang_recv.client.select import Ranks, Sender, pair
-from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport
+from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport, check_pair
 from sglang_recv.client.target import HttpTarget, Target
 from sglang_recv.errors import (
     REPAIR,
@@ -27,10 +29,13 @@ from sglang_recv.errors import (
     WeightsReleasedError,
 )
 from sglang_recv.memory import granularity
-from sglang_recv.wire import Checksum, ChecksumRequest, Open, RankTable, TensorSpec, Welcome
+from sglang_recv.wire import MAX_VERSION_CHARS, Checksum, ChecksumRequest, Open, RankTable, TensorSpec, Welcome
+
+logger = logging.getLogger(__name__)
 
 #: Bytes of one slot when nothing is said: on a GPU large enough that a bucket's fixed cost is small, on a CPU small.
 SLOT_BYTES: Final = {"cuda": 512 << 20, "cpu": 64 << 20}
+MAX_SLOTS: Final = 64
 PAUSES: Final = ("caller", "abort", "retract", "in_place")
 
 
@@ -72,10 +77,14 @@ class WeightClient:
         api_key: str | None = None,
     ) -> None:
         listed = [engines] if isinstance(engines, str) or not isinstance(engines, Sequence) else list(engines)
-        if not listed or slots < 1 or (slot_bytes is not None and slot_bytes < manifest.ALIGNMENT) or deadline <= 0:
+        bytes_ = manifest.ALIGNMENT if slot_bytes is None else slot_bytes
+        whole = all(isinstance(size, int) for size in (slots, bytes_))
+        fits = whole and 1 <= slots <= MAX_SLOTS and bytes_ >= manifest.ALIGNMENT
+        if not (listed and fits and 0 < deadline <= 1e6):
             raise SessionStateError(
                 f"{len(listed)} engines, {slots} slots of {slot_bytes} bytes, a deadline of {deadline} s",
-                fix=f"name an engine, at least one slot of {manifest.ALIGNMENT} bytes or more, and a deadline above 0",
+                fix=f"name an engine, 1 to {MAX_SLOTS} slots of {manifest.ALIGNMENT} bytes or more, and a deadline of "
+                "up to 1,000,000 s",
             )
         self._targets: list[Target] = [
             HttpTarget(engine, api_key, deadline) if isinstance(engine, str) else engine for engine in listed
@@ -87,6 +96,8 @@ class WeightClient:
         self._deadline = deadline
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tables: dict[str, RankTable] = {}
+        self._pid = os.getpid()
+        self._session: Session | None = None
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     # --- public ------------------------------------------------------------------------------------------------------
@@ -186,14 +197,20 @@ class WeightClient:
             With several senders, one makes the id by :func:`new_session_id` and is the coordinator; the others pass the
             same id and ``coordinator=False``. Every rank must be fed by exactly one sender.
         """
+        self._check_usable()
+        # isprintable is False for a lone surrogate, which no message can carry.
+        text: object = version
+        if not isinstance(text, str) or not text.isprintable() or not 1 <= len(text) <= MAX_VERSION_CHARS:
+            raise SessionStateError(
+                f"a weight version of type {type(text).__name__}: {str(text)[:80]!r}",
+                fix=f"use a text of 1 to {MAX_VERSION_CHARS} printable characters",
+            )
         if pause not in PAUSES:
             raise SessionStateError(f"pause {pause!r}", fix=f"use one of {', '.join(PAUSES)}")
+        resume: list[Target] = []
         with contextlib.ExitStack() as undo:
+            undo.push(functools.partial(self._resume, resume))
             links = undo.enter_context(self._links(self._ranks, check=True, kind=kind))
-            if pause != "caller" and coordinator:
-                for target in self._targets:
-                    undo.callback(target.resume, self._deadline)
-                    target.pause(pause, self._deadline)
             welcomes = [link.welcome for link in links if link.welcome is not None]
             lease = min(welcome.lease_seconds for welcome in welcomes)
             slot_bytes, peak = self._sizes(links, specs, welcomes[0].groups)
@@ -221,11 +238,23 @@ class WeightClient:
                 groups=welcomes[0].groups,
                 on_progress=on_progress,
             )
-            with session:
-                yield session
+            undo.enter_context(session)
+            self._session = session
+            undo.callback(setattr, self, "_session", None)
+            if pause != "caller" and coordinator:
+                # After the session is open: an update that is refused, because the engine is busy or a tensor is wrong,
+                # must neither abort requests nor continue what another trainer has paused.
+                for target in self._targets:
+                    target.pause(pause, self._deadline)
+                    resume.append(target)
+            yield session
 
     def close(self) -> None:
-        """Release the ZMQ context."""
+        """Abort what is open and release the ZMQ context."""
+        if os.getpid() != self._pid:
+            return  # a forked child: all of it is its parent's
+        if self._session is not None:
+            self._session.abort("the client was closed")
         self._context.destroy(linger=0)
 
     def __enter__(self) -> WeightClient:
@@ -236,9 +265,27 @@ class WeightClient:
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
+    def _check_usable(self) -> None:
+        if self._context.closed or os.getpid() != self._pid:
+            raise SessionStateError(
+                "this WeightClient is closed, or was made by the process that forked this one",
+                fix="make a new WeightClient here",
+            )
+
+    def _resume(self, paused: list[Target], kind: type[BaseException] | None, *_: object) -> None:
+        """Continue generation where this call has paused it, without hiding an error that is on its way."""
+        for target in paused:
+            try:
+                target.resume(self._deadline)
+            except RecvError as error:
+                if kind is None:
+                    raise
+                logger.warning("generation could not be continued: %s", error)
+
     @contextlib.contextmanager
     def _links(self, ranks: Ranks, *, check: bool, kind: str = "") -> Iterator[list[RankLink]]:
         """Discover, pair, connect and greet; with ``check``, refuse engines that cannot take an update of ``kind``."""
+        self._check_usable()
         links = self._connect(ranks)
         try:
             if check:
@@ -316,7 +363,10 @@ def _specs(named: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]
         When it is wrong by itself (duplicates, names, dtypes).
     """
     pairs = named.items() if isinstance(named, Mapping) else named
-    specs = [manifest.spec_of(name, tensor) for name, tensor in pairs]
+    specs = []
+    for name, tensor in pairs:
+        check_pair(name, tensor)
+        specs.append(manifest.spec_of(name, tensor))
     findings = manifest.check_specs(specs)
     if findings:
         raise manifest.manifest_error(findings, "the tensors to send are not a manifest")

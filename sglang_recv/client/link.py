@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 
 #: How long to wait for better news after a rank reported that another one failed, in seconds.
 _GRACE: Final = 2.0
-_POLL_MS: Final = 200
+#: How long a rank that closed its connection may take to say why, in seconds.
+_LAST_WORDS: Final = 2.0
+_POLL_MS: Final = 100
 
 
 class RankLink:
@@ -66,6 +68,9 @@ class RankLink:
         self.committed = False
         self.aborted: Aborted | None = None
         self.error: RecvError | None = None
+        #: True when ``error`` is not the rank's word, but made of its closed connection or its silence.
+        self.assumed = False
+        self.closed_at: float | None = None
         self.weights_state = ""
         self.acked = 0
         self.load_seconds = 0.0
@@ -108,7 +113,9 @@ class RankLink:
         elif isinstance(message, Checksum):
             self.checksum = message
         elif isinstance(message, Error):
-            self.error = self.error or message.exception()
+            # What the rank itself says goes before what this side assumed of its silence.
+            if self.error is None or self.assumed:
+                self.error, self.assumed = message.exception(), False
             self.weights_state = message.weights_state
 
     def connect(self, timeout: float) -> None:
@@ -143,6 +150,8 @@ class RankLink:
         try:
             self._ask(message, fd, timeout)
         except (OSError, EOFError) as error:
+            # Why it hung up is on its way on the other socket.
+            self.dealer.socket.poll(int(_LAST_WORDS * 1000))
             self.pump()
             raise self.error or EngineLostError(
                 f"{self.name} closed its socket while it was given a buffer: {error!r}", fix="look at the engine's log"
@@ -241,14 +250,16 @@ def wait(
         for link in pending:
             if link.error is not None:
                 continue
-            if link.hung_up():
-                link.pump()
-                if not (link.over or done(link)):
-                    link.error = EngineLostError(
-                        f"{link.name} closed its connection while this side waited for: {phase}",
-                        fix="look at the engine's log; restart it and send a full update",
-                    )
+            if link.closed_at is None and link.hung_up():
+                link.closed_at = now
+            if link.closed_at is not None and now - link.closed_at > _LAST_WORDS:
+                link.assumed = True
+                link.error = EngineLostError(
+                    f"{link.name} closed its connection while this side waited for: {phase}",
+                    fix="look at the engine's log; restart it and send a full update",
+                )
             elif lease is not None and now - link.alive_at > lease:
+                link.assumed = True
                 link.error = EngineLostError(
                     f"{link.name} has not answered for {now - link.alive_at:.1f} s while this side waited for: "
                     f"{phase}; it was last: {link.activity or 'unknown'}",

@@ -45,6 +45,11 @@ class TorchPacker:
     @torch.no_grad()
     def pack(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See :meth:`Packer.pack`."""
+        # Views of staging are kept between calls, so none may be made in the caller's inference mode.
+        with torch.inference_mode(False):
+            self._copy(buffer, tensors)
+
+    def _copy(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         targets, sources, on_device = [], [], self._device.type == "cuda"
         for offset, tensor in tensors:
             if tensor.numel():

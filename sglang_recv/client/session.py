@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sglang_recv import manifest
 from sglang_recv.client.link import Heart, RankLink, combined, wait
 from sglang_recv.client.staging import Buffer, Staging
 from sglang_recv.client.target import Target
-from sglang_recv.errors import CommitError, RecvError, SessionStateError
+from sglang_recv.errors import CommitError, RecvError, SessionStateError, UnsupportedError
 from sglang_recv.wire import (
     Abort,
     Bucket,
@@ -124,6 +126,7 @@ class Session:
         self._nbytes = 0
         self._sent = 0
         self._closed = False
+        self._pid = os.getpid()
         self.report: UpdateReport | None = None
         try:
             with self._phase("open"):
@@ -154,6 +157,12 @@ class Session:
             When a rank refuses or fails; the session is over then.
         """
         self._check_open()
+        mode = _get_current_dispatch_mode()
+        if mode is not None:
+            raise UnsupportedError(
+                f"tensors are sent under {type(mode).__name__}, which may replace their bytes",
+                fix="call send() outside of torch dispatch modes such as FakeTensorMode",
+            )
         self._kept = isinstance(named_tensors, (Mapping, list, tuple))
         try:
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
@@ -214,6 +223,9 @@ class Session:
         """
         if self._closed:
             return
+        if os.getpid() != self._pid:
+            self._closed = True  # a forked child: connections, memory and session are its parent's
+            return
         open_links = [link for link in self._links if not link.over]
         try:
             for link in open_links:
@@ -237,6 +249,7 @@ class Session:
     # --- filling -----------------------------------------------------------------------------------------------------
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        check_pair(name, tensor)
         spec = manifest.spec_of(name, tensor)
         findings = []
         if self._announced is None:
@@ -376,6 +389,7 @@ class Session:
             links = [link for link in self._links if link.engine == name]
             for link in links:
                 with contextlib.suppress(RecvError):
+                    link.send(Abort(self.id, "its commit failed"))  # ends it where the commit never arrived
                     wait([link], lambda link: link.over, "end of the session", self._lease, self._lease)
             if links and all(link.committed for link in links):
                 del failed[name]
@@ -413,8 +427,8 @@ class Session:
             self._phases[name] += time.monotonic() - started
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise SessionStateError(f"session {self.id[:8]} is over", fix="open a new one")
+        if self._closed or os.getpid() != self._pid:
+            raise SessionStateError(f"session {self.id[:8]} is over, or another process has it", fix="open a new one")
 
     def _close(self) -> None:
         self._closed = True
@@ -434,3 +448,18 @@ def _outcome(target: Target, carrier: CommitCarrier, deadline: float) -> RecvErr
     except Exception as error:  # of a Target that is not ours, or of the HTTP library half-way
         return CommitError(f"{target.name}: {type(error).__name__}: {error}", fix="look at the engine's log")
     return None
+
+
+def check_pair(name: object, tensor: object) -> None:
+    """Refuse what is not a name with a tensor.
+
+    Raises
+    ------
+    ManifestError
+        Naming both types.
+    """
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise manifest.manifest_error(
+            [f"{str(name)[:80]!r} ({type(name).__name__}) with a {type(tensor).__name__}"],
+            "a source gives pairs of a name and a tensor",
+        )

@@ -26,7 +26,8 @@ class Buffer:
         try:
             for device in devices:
                 part = self.parts[device] = allocate(torch.device(device), nbytes)
-                self.views[device] = Views(part.tensor())
+                with torch.inference_mode(False):
+                    self.views[device] = Views(part.tensor())
         except BaseException:
             self.close()
             raise

@@ -108,15 +108,14 @@ class StockApplier:
         self._observations = observations
         self._key = observations.begin()
         self._written = Ranges()
-        self._staged: list[tuple[int, int]] = []
+        self._staged = Ranges()
         self._unread: list[str] = []
 
     def apply(self, tensors: Tensors) -> None:
         """See :meth:`Applier.apply`."""
         sized = [(name, tensor) for name, tensor in tensors if tensor.numel()]
-        if sized:
-            first, last = min(t.data_ptr() for _, t in sized), max(t.data_ptr() + t.nbytes for _, t in sized)
-            self._staged.append((first, last))
+        for _, tensor in sized:
+            self._staged.add(tensor)
         self._key = self._observations.advance(self._key, tensors)
         seen = self._observations.get(self._key)
         if seen is None:
@@ -153,8 +152,7 @@ class StockApplier:
         """See :meth:`Applier.missing`."""
         found = []
         for name, parameter in self._model.named_parameters():
-            address = parameter.data_ptr()
-            if any(first <= address < last for first, last in self._staged):
+            if parameter.data_ptr() in self._staged:
                 found.append(f"{name}: the loader keeps the staging memory itself instead of a copy")
             lacking = self._written.missing_bytes(parameter.data)
             if lacking:

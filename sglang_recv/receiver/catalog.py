@@ -81,7 +81,10 @@ def _header(file: Path) -> dict[str, TensorSpec]:
     found = {}
     for name, entry in header.items():
         if name != "__metadata__":
-            spec = TensorSpec(name, _SAFETENSORS_DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
+            shape = entry["shape"]
+            if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+                raise ValueError(f"{name} has the shape {shape!r}")
+            spec = TensorSpec(name, _SAFETENSORS_DTYPES[entry["dtype"]], tuple(shape))
             problems = manifest.problems_of(spec)
             if problems:
                 raise ValueError(problems[0])

@@ -56,6 +56,11 @@ class Ranges:
             self._starts.append(starts)
             self._stops.append(starts + length)
 
+    def __contains__(self, address: int) -> bool:
+        starts, stops = self.merged()
+        place = int(np.searchsorted(starts, address, side="right")) - 1
+        return place >= 0 and address < int(stops[place])
+
     def update(self, other: Ranges) -> None:
         """Add everything that ``other`` holds."""
         starts, stops = other.merged()

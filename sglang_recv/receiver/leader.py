@@ -155,7 +155,7 @@ class Leader:
             self._next.append(report)
             self._fail(book, Error.of(taken))
             return
-        if book.id != report.session and (book.prepared or book.aborting):
+        if book.id != report.session and (book.prepared or book.aborting or report.rank in book.opened):
             # Ranks learn of the end of a session one after the other: this one is a step ahead of the leader.
             self._next.append(report)
             return

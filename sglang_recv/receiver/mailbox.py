@@ -114,7 +114,7 @@ class Mailbox:
             self._put = ("", 0)
 
     def set_prepared(self, session: str) -> None:
-        """Leader's service thread: a commit of this session may succeed."""
+        """Leader: a commit of this session may succeed; of none, when the id is empty."""
         self._prepared = session
 
     def is_prepared(self, session: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Final
 
 from sglang_recv.errors import (
     REPAIR,
+    BadMessageError,
     CommitError,
     FullUpdateRequiredError,
     InternalError,
@@ -29,7 +30,16 @@ from sglang_recv.receiver import checksum
 from sglang_recv.receiver.apply import Applier
 from sglang_recv.receiver.host import Host
 from sglang_recv.receiver.mailbox import ChecksumDone, Mailbox, OpenVoted, RoundDone, SessionEnded, WeightsStatus
-from sglang_recv.wire import AbortCarrier, Carrier, ChecksumCarrier, CommitCarrier, LoadCarrier, OpenCarrier
+from sglang_recv.wire import (
+    MAX_VERSION_CHARS,
+    AbortCarrier,
+    Carrier,
+    ChecksumCarrier,
+    CommitCarrier,
+    LoadCarrier,
+    OpenCarrier,
+    printable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +221,8 @@ class Replicated:
 
     def _commit(self, carrier: CommitCarrier) -> tuple[bool, str]:
         session = self._session
+        if not 1 <= len(carrier.version) <= MAX_VERSION_CHARS:
+            return False, str(version_error(carrier.version))
         if session is None or session.id != carrier.session:
             known = f"session {session.id[:8]} is" if session else "no session is"
             error: RecvError = SessionStateError(
@@ -227,6 +239,7 @@ class Replicated:
         if session.kind == "full" and session.writing:
             self._set_state(READY, "")
         self._session = None
+        self._mailbox.set_prepared("")
         self._publish()
         self._mailbox.post(SessionEnded(session.id, carrier.version, None, session.writing, self._host.after_writes()))
         seconds = time.monotonic() - session.started
@@ -304,6 +317,7 @@ class Replicated:
         assert session is not None
         self._catch(session, lambda: self._finish_load(session))
         self._session = None
+        self._mailbox.set_prepared("")
         if session.writing:
             self._set_state(POISONED, f"session {session.id[:8]} ended half-way: {error.message}")
             _try("refusing queued requests", lambda: self._host.refuse_queued(self.refusal() or ""))
@@ -312,6 +326,7 @@ class Replicated:
         self._mailbox.post(SessionEnded(session.id, "", error, session.writing, self._host.after_writes()))
 
     def _set_state(self, state: str, reason: str) -> None:
+        reason = printable(reason)
         if (state, reason) != (self._state, self._reason):
             logger.log(logging.INFO if state == READY else logging.ERROR, "weights are %s %s", state, reason)
         self._state, self._reason = state, reason
@@ -323,6 +338,13 @@ class Replicated:
             activity = f"session {session.id[:8]}, {session.next_round} rounds loaded" if session else "idle"
         status = WeightsStatus(self._state, self._reason, session.id if session else "", activity)
         self._mailbox.status = status
+
+
+def version_error(version: str) -> BadMessageError:
+    """For a weight version that is empty or too long."""
+    return BadMessageError(
+        f"a weight version of {len(version)} characters", fix=f"use 1 to {MAX_VERSION_CHARS} characters"
+    )
 
 
 def _detached(error: RecvError) -> RecvError:

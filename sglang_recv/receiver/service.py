@@ -144,6 +144,7 @@ class Service:
         self._local: deque[LeaderMessage] = deque()
         #: By fd: the connection, and the session and the sender that it attached to.
         self._connections: dict[int, tuple[FdConnection, str, str]] = {}
+        self._accept_again = 0.0
         self._checksums: dict[str, bytes] = {}
         self._stop = Wakeup()
         self._stopping = False
@@ -187,10 +188,14 @@ class Service:
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop the thread, close and remove the sockets. Waits up to ``timeout`` seconds."""
+        if self._thread.ident is None:  # it was never started
+            if not self._stopping:
+                self._release()
+            self._stopping = True
+            return
         self._stopping = True
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+        self._thread.join(timeout)
 
     # --- Outbox of the session ---------------------------------------------------------------------------------------
 
@@ -207,19 +212,22 @@ class Service:
             self._link_out.send(wire.encode(report))
 
     def over(self, session: str) -> None:
-        """Drop the connections of a session, and close the leader's book."""
+        """Let the connections of a session go, and close the leader's book.
+
+        They stay open until the sender closes them: an end of file could overtake the last answer on the other socket.
+        """
         for fd, (connection, owner, _) in list(self._connections.items()):
             if owner == session:
-                self._drop(fd, connection)
+                self._connections[fd] = (connection, "", "")
         if self._leader is not None:
             self._leader.over(session)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._facts.device.type == "cuda":
-            torch.cuda.set_device(self._facts.device)
         try:
+            if self._facts.device.type == "cuda":
+                torch.cuda.set_device(self._facts.device)
             # Reads the headers of the checkpoint: now, and not while a sender waits for its Welcome.
             self._guard(lambda: self._session.catalog, "reading the checkpoint")
             while not self._stopping:
@@ -228,17 +236,21 @@ class Service:
             logger.exception("the service thread of rank %d died", self._facts.rank)
             self._mailbox.broken = f"{type(error).__name__}: {error}"
         finally:
-            sys.setswitchinterval(self._switch_seconds)
-            for fd, (connection, _, _) in list(self._connections.items()):
-                self._drop(fd, connection)
-            self._fds.close()
-            self._control.close()
-            for link in (self._link_in, self._link_out):
-                if link is not None:
-                    link.close()
-            self._context.term()
-            self._stop.close()
-            self._mailbox.wakeup.close()
+            self._release()
+
+    def _release(self) -> None:
+        sys.setswitchinterval(self._switch_seconds)
+        self._session.close()
+        for fd, (connection, _, _) in list(self._connections.items()):
+            self._drop(fd, connection)
+        self._fds.close()
+        self._control.close()
+        for link in (self._link_in, self._link_out):
+            if link is not None:
+                link.close()
+        self._context.term()
+        self._stop.close()
+        self._mailbox.wakeup.close()
 
     def _guard(self, work: Callable[[], object], what: str) -> None:
         """Do ``work``. What it did not foresee ends the live session, not the thread."""
@@ -254,9 +266,10 @@ class Service:
         sources: list[Any] = [
             self._stop,
             self._mailbox.wakeup,
-            self._fds,
             *(c for c, _, _ in self._connections.values()),
         ]
+        if time.monotonic() >= self._accept_again:
+            sources.append(self._fds)
         for source in sources:
             poller.register(source.fileno(), zmq.POLLIN)
         poller.register(self._control.socket, zmq.POLLIN)
@@ -269,7 +282,7 @@ class Service:
         for fd, (connection, _, _) in list(self._connections.items()):
             if fd in ready:
                 self._guard(functools.partial(self._from_fd, fd, connection), "reading a connection")
-        self._from_senders()
+        self._guard(self._from_senders, "a message of a sender")
         self._from_link()
         for event in self._mailbox.events():
             self._guard(functools.partial(self._from_scheduler, event), "an event of the scheduler")
@@ -329,6 +342,11 @@ class Service:
             self.to_sender(peer, self._welcome())
         elif isinstance(message, Open):
             try:
+                if (message.session, message.sender) not in {(s, who) for _, s, who in self._connections.values()}:
+                    raise SessionStateError(
+                        f"sender {message.sender[:80]} opens session {message.session[:8]} without a connection",
+                        fix="send Attach on the Unix socket first: its end of file is what ends a lost session",
+                    )
                 self._session.open(peer, message)
             except RecvError as error:
                 # A refused Open has no session to end: another sender's may be the live one, under the same id.
@@ -398,13 +416,21 @@ class Service:
             connection = self._fds.accept()
         except BlockingIOError:
             return
-        except (RecvError, OSError) as error:
+        except RecvError as error:
             logger.warning("a connection was refused: %s", error)
             return
-        if len(self._connections) >= _MAX_PEERS:
-            logger.warning("more than %d connections, the newest was closed", _MAX_PEERS)
-            connection.close()
+        except OSError as error:
+            # Out of fds, say: the connection keeps waiting, and asking for it in every turn would help nobody.
+            logger.warning("no connection can be accepted: %s", error)
+            self._accept_again = time.monotonic() + _TICK_MS / 1000
             return
+        if len(self._connections) >= _MAX_PEERS:
+            idle = [(fd, c) for fd, (c, session, _) in self._connections.items() if not session]
+            if not idle:
+                logger.warning("more than %d connections, the newest was closed", _MAX_PEERS)
+                connection.close()
+                return
+            self._drop(*idle[0])  # the oldest of those that never attached
         self._connections[connection.fileno()] = (connection, "", "")
 
     def _drop(self, fd: int, connection: FdConnection) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -55,6 +55,8 @@ from sglang_recv.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED: Final = 256
 
 
 class Outbox(Protocol):
@@ -146,6 +148,8 @@ class RankSession:
         self._progress = progress_seconds
         self._live: _Live | None = None
         self._waiting: tuple[bytes, Open] | None = None
+        #: Ids of the last sessions, oldest first: what still flies around of one must not meet another of the same id.
+        self._used: dict[str, None] = {}
 
     @property
     def catalog(self) -> Catalog:
@@ -170,6 +174,10 @@ class RankSession:
             When it is refused; nothing has changed then.
         """
         announced = self._announced(message)
+        if message.session in self._used:
+            raise SessionStateError(
+                f"session id {message.session[:8]} was used before", fix="make a new id for each session"
+            )
         if self._live is not None:
             if not message.takeover:
                 raise BusyError(
@@ -288,6 +296,8 @@ class RankSession:
                     f"a buffer of kind {message.kind!r}, this rank takes {self._kind.value!r}",
                     fix="let WeightClient allocate staging, it asks the rank",
                 )
+            if message.buffer < 0:
+                raise BadBufferError(f"buffer id {message.buffer}", fix="use ids from 0")
             if message.buffer in live.buffers:
                 raise BadBufferError(f"buffer {message.buffer} is mapped already", fix="give every buffer a new id")
             if len(live.buffers) >= MAX_BUFFERS:
@@ -378,9 +388,11 @@ class RankSession:
             return
         state = self._mailbox.status.state
         if event.error is None:
-            if live.kind == "full" and live.seen:
-                self._catalog = self.catalog.learn(live.seen.values())
-            self._over(live, Committed(live.id, event.version))
+            try:
+                if live.kind == "full" and live.state in ("finished", "prepared") and live.seen:
+                    self._catalog = self.catalog.learn(live.seen.values())
+            finally:
+                self._over(live, Committed(live.id, event.version))
         elif live.aborted_by_sender:
             self._over(live, Aborted(live.id, event.error.message, state))
         else:
@@ -398,7 +410,9 @@ class RankSession:
     def ended_by_leader(self, session: str, error: Error) -> None:
         """The session ended before the scheduler threads knew of it."""
         live = self._live
-        if live is None or live.id != session:
+        if live is None or live.id != session or live.state != "opening":
+            # From `open` on this rank's scheduler thread knows the session and may be reading its buffers: only what
+            # that thread reports (SessionEnded) ends it.
             return
         state = self._mailbox.status.state
         if live.aborted_by_sender:
@@ -492,8 +506,12 @@ class RankSession:
         self._out.to_sender(peer, Aborted(session, "given up before it opened", self._mailbox.status.state))
         return True
 
-    def _over(self, live: _Live, answer: RankMessage) -> None:
-        """Unmap everything, tell the sender, be free."""
+    def close(self) -> None:
+        """Unmap what the live session has, when the thread ends."""
+        if self._live is not None:
+            self._unmap(self._live)
+
+    def _unmap(self, live: _Live) -> None:
         self._mailbox.drop_rounds()
         live.views.clear()
         for number, buffer in live.buffers.items():
@@ -501,7 +519,14 @@ class RankSession:
                 buffer.close()
             except Exception:
                 logger.exception("buffer %d of session %s could not be unmapped", number, live.id[:8])
+
+    def _over(self, live: _Live, answer: RankMessage) -> None:
+        """Unmap everything, tell the sender, be free."""
+        self._unmap(live)
         self._live = None
+        self._used[live.id] = None
+        while len(self._used) > _REMEMBERED:
+            self._used.pop(next(iter(self._used)))
         self._out.to_sender(live.peer, answer)
         self._out.over(live.id)
         if self._waiting is not None:

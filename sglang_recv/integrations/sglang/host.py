@@ -215,7 +215,7 @@ class SGLangHost:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _queues_set_aside(self) -> Iterator[None]:
+    def queues_set_aside(self) -> Iterator[None]:
         """Let SGLang's own idle test and flush look past requests that only wait: they hold no KV.
 
         What disaggregated decoding queues does hold KV; it is refused at start.
@@ -232,7 +232,7 @@ class SGLangHost:
 
     def quiet(self) -> bool:
         """See Host."""
-        with self._queues_set_aside():
+        with self.queues_set_aside():
             return bool(self._scheduler.is_fully_idle())
 
     def flush_cache(self) -> bool:
@@ -242,7 +242,7 @@ class SGLangHost:
             embeddings = getattr(module, "embedding_cache", None)
             if embeddings is not None:
                 embeddings.clear()
-        with self._queues_set_aside():
+        with self.queues_set_aside():
             return bool(self._scheduler.flush_cache(empty_cache=False))
 
     def refuse(self, request: Any, reason: str) -> None:

@@ -43,6 +43,7 @@ def register() -> None:
     HookRegistry.register(f"{_RECEIVER}._pull_raw_reqs", _pull, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.update_weights_from_ipc", _carrier, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.update_weights_from_disk", _disk, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.release_memory_occupation", _release, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", _resume, HookType.AFTER)
     for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
         HookRegistry.register(f"{_UPDATER}.{name}", _stock(_output_class(name)), HookType.AROUND)
@@ -150,6 +151,13 @@ def _disk(original: Callable[..., Any], updater: Any, request: Any) -> Any:
         elif not _host.vote(not result.success):
             _receiver.replicated.half_reloaded()
     return result
+
+
+def _release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    if _receiver is None or _host is None or not _receiver.replicated.gate_closed:
+        return original(updater, request)
+    with _host.queues_set_aside():  # SGLang ends the engine when it is not idle, and behind the gate requests wait
+        return original(updater, request)
 
 
 def _resume(_result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,500 @@
+"""Coverage: writes and reads of real torch operations, compared with a slow mask of booleans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from sglang_recv.errors import ApplyError
+from sglang_recv.manifest import Views
+from sglang_recv.receiver import apply as apply_module
+from sglang_recv.receiver.apply import Observations, StockApplier
+from sglang_recv.receiver.coverage import CoverageMode, Ranges, runs
+
+WORDS = 96  # elements of the storage that random views lie in
+
+
+@st.composite
+def views(draw: st.DrawFn, numel: int = WORDS) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Size, strides and offset of a view that stays inside ``numel`` elements; it may overlap itself."""
+    size = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    strides: list[int] = []
+    left = numel - 1
+    for count in size:
+        most = left // (count - 1) if count > 1 else 20
+        stride = draw(st.integers(0, min(most, 20)))
+        strides.append(stride)
+        left -= stride * max(count - 1, 0)
+    return size, tuple(strides), draw(st.integers(0, left))
+
+
+def mask_of(storage: torch.Tensor, view: torch.Tensor) -> np.ndarray:
+    """One boolean for each byte of ``storage``: does ``view`` contain it? By walking over every element."""
+    mask = np.zeros(storage.numel() * storage.element_size(), bool)
+    first = view.data_ptr() - storage.data_ptr() if view.numel() else 0
+    for index in itertools.product(*(range(n) for n in view.shape)):
+        start = first + sum(i * s for i, s in zip(index, view.stride(), strict=True)) * view.element_size()
+        mask[start : start + view.element_size()] = True
+    return mask
+
+
+@settings(max_examples=300, deadline=None)
+@given(views(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))
+def test_runs_are_the_bytes_of_the_view(
+    shape: tuple[tuple[int, ...], tuple[int, ...], int], dtype: torch.dtype
+) -> None:
+    storage = torch.zeros(WORDS, dtype=dtype)
+    view = storage.as_strided(*shape)
+    starts, length = runs(view)
+    found = np.zeros(WORDS * dtype.itemsize, bool)
+    for start in starts - storage.data_ptr():
+        found[start : start + length] = True
+    assert np.array_equal(found, mask_of(storage, view))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(views(), max_size=6), views(), st.lists(st.booleans(), min_size=6, max_size=6))
+def test_ranges_agree_with_a_mask(
+    written: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]],
+    wanted: tuple[tuple[int, ...], tuple[int, ...], int],
+    ask: Sequence[bool],
+) -> None:
+    storage = torch.zeros(WORDS, dtype=torch.int16)
+    target = storage.as_strided(*wanted)
+    ranges, mask = Ranges(), np.zeros(2 * WORDS, bool)
+    starts, length = runs(target)
+    addresses = [start - storage.data_ptr() + i for start in starts for i in range(length)]
+    for shape, early in zip(written, ask, strict=False):
+        view = storage.as_strided(*shape)
+        ranges.add(view)
+        mask |= mask_of(storage, view)
+        if early:  # merging half-way changes nothing
+            assert ranges.missing_bytes(target) == sum(not mask[a] for a in addresses)
+    assert ranges.missing_bytes(target) == sum(not mask[a] for a in addresses)
+    assert (ranges.missing_bytes(target) == 0) == bool(mask[mask_of(storage, target)].all())
+    merged_starts, merged_stops = ranges.merged()
+    assert (merged_starts[1:] > merged_stops[:-1]).all(), "neighbouring ranges are not merged"
+    assert int((merged_stops - merged_starts).sum()) == int(mask.sum())
+
+
+def cover(
+    step: Callable[[torch.Tensor, torch.Tensor], object], parameter: torch.Tensor, source: torch.Tensor
+) -> Ranges:
+    """What ``step(parameter, source)`` writes, where ``source`` lies in staging."""
+    ranges = Ranges()
+    start = source.data_ptr()
+    with CoverageMode(ranges, [(start, start + source.untyped_storage().nbytes(), "w")]):
+        step(parameter, source)
+    return ranges
+
+
+def reads(step: Callable[[torch.Tensor], object], source: torch.Tensor) -> set[str]:
+    start = source.data_ptr()
+    mode = CoverageMode(Ranges(), [(start, start + source.numel() * source.element_size(), "w")])
+    with mode:
+        step(source)
+    return mode.read
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8), st.integers(0, 5), st.integers(0, 6)), max_size=5))
+def test_copies_into_slices_are_counted_exactly(boxes: Sequence[tuple[int, int, int, int]]) -> None:
+    """Shards of a fused parameter, as loaders write them."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 6), requires_grad=False)
+    source = torch.ones(8, 6)
+    mask = torch.zeros(8, 6, dtype=torch.bool)
+
+    def load(param: torch.Tensor, loaded: torch.Tensor) -> None:
+        for top, bottom, left, right in boxes:
+            param.data[top:bottom].narrow(1, left, max(right - left, 0)).copy_(
+                loaded[top:bottom].narrow(1, left, max(right - left, 0))
+            )
+
+    ranges = cover(load, parameter, source)
+    for top, bottom, left, right in boxes:
+        mask[top:bottom, left : max(right, left)] = True
+    assert torch.equal(parameter.data, mask.to(torch.float32)), "the reference itself"
+    assert ranges.missing_bytes(parameter.data) == 4 * int((~mask).sum())
+
+
+def _out(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    torch.add(source, 1, out=parameter)
+
+
+def _foreach(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    torch._foreach_copy_([parameter[:1], parameter[1:]], [source[:1], source[1:]])
+
+
+def _each(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    for row in range(len(parameter)):
+        parameter[row] = source[row]
+
+
+WHOLE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "copy_": lambda p, s: p.copy_(s),
+    "copy_ of a view": lambda p, s: p.copy_(s.t().t()),
+    "copy_ into a transpose": lambda p, s: p.t().copy_(s.t()),
+    "copy_ with a cast": lambda p, s: p.copy_(s.to(torch.float64)),
+    "slice assignment": lambda p, s: p.__setitem__(slice(None), s),
+    "row assignment": _each,
+    "fill_": lambda p, s: p.fill_(float(s[0, 0])),
+    "zero_": lambda p, s: p.zero_(),
+    "out=": _out,
+    "_foreach_copy_": _foreach,
+    "in chunks": lambda p, s: [a.copy_(b) for a, b in zip(p.chunk(2), s.chunk(2), strict=True)],
+    "unbound": lambda p, s: [a.copy_(b) for a, b in zip(p.unbind(0), s.unbind(0), strict=True)],
+    "as bytes": lambda p, s: p.view(torch.uint8).copy_(s.view(torch.uint8)),
+    "index of a tensor": lambda p, s: p.__setitem__(torch.arange(4), s),
+    "index_copy_": lambda p, s: p.index_copy_(0, torch.arange(4), s),
+}
+
+
+@pytest.mark.parametrize("how", sorted(WHOLE))
+def test_each_way_to_write_everything_is_seen(how: str) -> None:
+    parameter = torch.nn.Parameter(torch.full((4, 6), -1.0), requires_grad=False)
+    ranges = cover(WHOLE[how], parameter.data, torch.arange(24.0).view(4, 6))
+    assert not (parameter.data == -1).any(), "the operation itself"
+    assert ranges.missing_bytes(parameter.data) == 0
+
+
+PART: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "nothing": lambda p, s: s.sum(),
+    "a row": lambda p, s: p[1].copy_(s[1]),
+    "a row by a tensor of one number": lambda p, s: p.__setitem__(torch.tensor(1), s[1]),
+    "a column": lambda p, s: p[:, 2].copy_(s[:, 2]),
+    "every other row": lambda p, s: p[::2].copy_(s[::2]),
+    "reading the parameter": lambda p, s: p.add(s),
+}
+
+
+@pytest.mark.parametrize("how", sorted(PART))
+def test_a_part_is_not_the_whole(how: str) -> None:
+    parameter = torch.full((4, 6), -1.0)
+    ranges = cover(PART[how], parameter, torch.arange(24.0).view(4, 6))
+    assert ranges.missing_bytes(parameter) == 4 * int((parameter == -1).sum())
+
+
+INDEXED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "index_put_": lambda p, s: p.__setitem__(torch.tensor([1, 3]), s[:2]),
+    "mask": lambda p, s: p.__setitem__(torch.tensor([True, False, False, False]), s[:1]),
+    "index_copy_": lambda p, s: p.index_copy_(0, torch.tensor([2]), s[:1]),
+    "index_fill_": lambda p, s: p.index_fill_(0, torch.tensor([2]), 5.0),
+    "masked_fill_": lambda p, s: p.masked_fill_(torch.eye(4, 6) > 0, 5.0),
+    "scatter_": lambda p, s: p.scatter_(0, torch.zeros(1, 6, dtype=torch.int64), s[:1]),
+}
+
+
+@pytest.mark.parametrize("how", sorted(INDEXED))
+def test_indexed_writes_cover_no_more_than_they_wrote(how: str) -> None:
+    parameter = torch.full((4, 6), -1.0)
+    ranges = cover(INDEXED[how], parameter, torch.arange(24.0).view(4, 6))
+    assert (parameter == -1).any(), "the operation itself"
+    assert ranges.missing_bytes(parameter) == 4 * int((parameter == -1).sum())
+
+
+def test_an_indexed_write_that_cannot_be_told_covers_nothing() -> None:
+    parameter = torch.full((4, 6), -1.0)
+    ranges = cover(lambda p, s: p.masked_scatter_(torch.eye(4, 6) > 0, s), parameter, torch.arange(24.0).view(4, 6))
+    assert ranges.missing_bytes(parameter) == 96
+
+
+READING: dict[str, Callable[[torch.Tensor], object]] = {
+    "copy_ from it": lambda s: torch.empty(4, 6).copy_(s),
+    "copy_ from a view": lambda s: torch.empty(2, 3).copy_(s[::2, 1:4]),
+    "copy_ from its bytes": lambda s: torch.empty(4, 24, dtype=torch.uint8).copy_(s.view(torch.uint8)),
+    "clone": lambda s: s.clone(),
+    "cast": lambda s: s.to(torch.bfloat16),
+    "contiguous of a transpose": lambda s: s.t().contiguous(),
+    "cat": lambda s: torch.cat([torch.zeros(1, 6), s]),
+    "stack of views": lambda s: torch.stack([s[0], s[1]]),
+    "item": lambda s: s[0, 0].item(),
+    "multiplication": lambda s: 2 * s,
+    "keyword": lambda s: torch.add(torch.zeros(4, 6), other=s),
+    "_foreach": lambda s: torch._foreach_copy_([torch.empty(4, 6)], [s]),
+    "reshape that copies": lambda s: s.t().reshape(-1),
+}
+VIEWING: dict[str, Callable[[torch.Tensor], object]] = {
+    "slice": lambda s: s[1:3],
+    "select": lambda s: s[0],
+    "narrow": lambda s: s.narrow(0, 1, 2),
+    "chunk": lambda s: s.chunk(2, dim=-1),
+    "split": lambda s: torch.split(s, [1, 3]),
+    "unbind": lambda s: s.unbind(0),
+    "transpose": lambda s: s.t(),
+    "permute": lambda s: s.permute(1, 0),
+    "view": lambda s: s.view(-1).view(2, 12),
+    "reshape": lambda s: s.reshape(2, 12),
+    "bytes": lambda s: s.view(torch.uint8),
+    "detach": lambda s: s.detach(),
+    "expand": lambda s: s.unsqueeze(0).expand(3, 4, 6),
+    "as_strided": lambda s: s.as_strided((2,), (3,)),
+    "flatten": lambda s: s.flatten().view(4, 6),
+    "same dtype": lambda s: s.to(torch.float32),
+    "contiguous already": lambda s: s.contiguous(),
+    "shape": lambda s: (s.shape, s.numel(), s.dim(), s.size(0)),
+}
+
+
+@pytest.mark.parametrize("how", sorted(READING))
+def test_reading_counts(how: str) -> None:
+    assert reads(READING[how], torch.arange(24.0).view(4, 6)) == {"w"}
+
+
+@pytest.mark.parametrize("how", sorted(VIEWING))
+def test_views_alone_are_not_reads(how: str) -> None:
+    assert reads(VIEWING[how], torch.arange(24.0).view(4, 6)) == set()
+
+
+def test_reads_are_told_apart_by_address() -> None:
+    staging = torch.zeros(100)
+    names = [
+        (staging.data_ptr() + 4 * start, staging.data_ptr() + 4 * stop, f"t{start}")
+        for start, stop in ((10, 20), (20, 30), (64, 70))
+    ]
+    mode = CoverageMode(Ranges(), names)
+    with mode:
+        for first, last in ((0, 10), (30, 64), (70, 100)):
+            staging[first:last].clone()  # gaps
+        assert mode.read == set()
+        staging[19:20].clone()
+        assert mode.read == {"t10"}
+        staging[69:70].clone()
+        assert mode.read == {"t10", "t64"}
+        staging[20:30].clone()
+    assert mode.read == {"t10", "t20", "t64"}
+
+
+CHANGING: dict[str, Callable[[torch.Tensor], object]] = {
+    "mul_": lambda s: s.mul_(2),
+    "zero_ of a view": lambda s: s[1].zero_(),
+    "copy_ into it": lambda s: s.copy_(torch.ones(4, 6)),
+    "index": lambda s: s.__setitem__(torch.tensor([0]), 1.0),
+    "out=": lambda s: torch.add(torch.ones(4, 6), 1, out=s),
+    "_foreach": lambda s: torch._foreach_mul_([s], 2.0),
+}
+
+
+@pytest.mark.parametrize("how", sorted(CHANGING))
+def test_changing_the_input_in_place_is_refused_before_it_happens(how: str) -> None:
+    source = torch.arange(24.0).view(4, 6)
+    before = source.clone()
+    with pytest.raises(ApplyError, match=r"changes its input 'w' in place") as caught:
+        reads(CHANGING[how], source)
+    assert caught.value.fix
+    assert torch.equal(source, before)
+
+
+# --- the applier around it ------------------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """Two names for one storage, a fused parameter, one that loaders skip, and one of no bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.head = torch.nn.Parameter(self.embed.data, requires_grad=False)
+        self.qkv = torch.nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+        self.extra = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        places = {"embed": self.embed, "q": self.qkv.data[:2], "k": self.qkv.data[2:4], "v": self.qkv.data[4:]}
+        for name, tensor in weights:
+            if name in places:
+                places[name].data.copy_(tensor)
+            elif name == "boom":
+                raise ValueError("no such weight")
+            elif name == "eager":
+                tensor.mul_(2)
+
+
+def applier_of(model: torch.nn.Module) -> StockApplier:
+    """Of the first session of its engine."""
+    return StockApplier(model, Observations(model))
+
+
+def bucket(**tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in one staging buffer, where a rank has them."""
+    views = Views(torch.zeros(256 * len(tensors), dtype=torch.uint8))
+    placed = [(name, views.at(256 * i, t.dtype, tuple(t.shape))) for i, (name, t) in enumerate(tensors.items())]
+    for (_, staged), tensor in zip(placed, tensors.values(), strict=True):
+        staged.copy_(tensor)
+    return placed
+
+
+def test_shared_storage_counts_once_and_shards_add_up() -> None:
+    model = Tied()
+    applier = applier_of(model)
+    assert applier.missing() == (
+        "embed: 96 of 96 bytes were not written",
+        "head: 96 of 96 bytes were not written",
+        "qkv: 96 of 96 bytes were not written",
+        "extra: 24 of 24 bytes were not written",
+    )
+    applier.apply(bucket(embed=torch.ones(6, 4), q=torch.ones(2, 4)))
+    applier.apply(bucket(v=torch.ones(2, 4), unknown=torch.ones(3), nothing=torch.ones(0)))
+    assert applier.missing() == ("qkv: 32 of 96 bytes were not written", "extra: 24 of 24 bytes were not written")
+    assert applier.unread() == ("unknown",)
+    applier.apply(bucket(k=torch.ones(2, 4)))
+    assert applier.missing() == ("extra: 24 of 24 bytes were not written",)
+    assert torch.equal(model.qkv.data, torch.ones(6, 4))
+    assert torch.equal(model.head.data, torch.ones(6, 4))
+
+
+def test_a_loader_that_fails_is_an_apply_error_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ApplyError, match=r"bucket of 2 tensors \(q, boom, ...\): ValueError: no such weight") as caught:
+        applier_of(Tied()).apply(bucket(q=torch.ones(2, 4), boom=torch.ones(1)))
+    # Not as its cause: a traceback holds views of staging. The engine's log has it.
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    (record,) = [record for record in caplog.records if record.name == "sglang_recv.receiver.apply"]
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ValueError)
+
+
+class Keeping(torch.nn.Module):
+    """A loader that assigns what it gets, as some do for small tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.w.data = tensor
+
+
+def test_a_loader_that_keeps_staging_memory_is_found() -> None:
+    model = Keeping()
+    applier = applier_of(model)
+    applier.apply(bucket(w=torch.ones(4)))
+    assert applier.missing()[0] == "w: the loader keeps the staging memory itself instead of a copy"
+
+
+def test_a_parameter_between_two_staging_buffers_is_not_staging() -> None:
+    memory = torch.zeros(12)
+    model = Tied()
+    for name in ("embed", "head", "qkv"):
+        setattr(model, name, torch.nn.Parameter(torch.zeros(0), requires_grad=False))
+    model.extra.data = memory[4:10].view(2, 3)
+    applier = applier_of(model)
+    applier.apply([("first", memory[:2]), ("second", memory[10:])])
+    assert applier.missing() == ("extra: 24 of 24 bytes were not written",)
+
+
+def test_a_loader_that_changes_its_input_is_an_apply_error() -> None:
+    tensor = torch.ones(3)
+    with pytest.raises(ApplyError, match="'eager' in place"):
+        applier_of(Tied()).apply([("eager", tensor)])
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def test_the_mode_ends_with_the_bucket() -> None:
+    model = Tied()
+    applier = applier_of(model)
+    applier.apply(bucket(q=torch.ones(2, 4)))
+    model.extra.data.fill_(1)
+    assert "extra: 24 of 24 bytes were not written" in applier.missing()
+
+
+# --- what earlier sessions saw --------------------------------------------------------------------------------------
+
+
+class Watched(Tied):
+    """Knows whether its loads are watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: list[bool] = []
+
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.watched.append(_len_torch_dispatch_stack() > 0)
+        super().load_weights(weights)
+
+
+Q = torch.ones(2, 4)
+
+
+def session(model: Watched, seen: Observations, *buckets: dict[str, torch.Tensor]) -> tuple[str, tuple[bool, ...]]:
+    """What a session reports, and which of its loads were watched."""
+    model.watched.clear()
+    applier = StockApplier(model, seen)
+    for tensors in buckets:
+        applier.apply(bucket(**tensors))
+    return "; ".join((*applier.missing(), *applier.unread())), tuple(model.watched)
+
+
+def test_a_session_that_repeats_another_is_not_watched_and_says_the_same() -> None:
+    model = Watched()
+    seen = Observations(model)
+    rounds = [{"embed": torch.ones(6, 4)}, {"q": Q, "unknown": Q}, {"v": Q, "k": Q}]
+    first, watched = session(model, seen, *rounds)
+    assert first == "extra: 24 of 24 bytes were not written; unknown"
+    assert watched == (True,) * 3
+    model.qkv.data.zero_()
+    assert session(model, seen, *rounds) == (first, (False,) * 3)
+    assert torch.equal(model.qkv.data, torch.ones(6, 4)), "loaded all the same"
+
+
+@pytest.mark.parametrize("change", ["order", "name", "shape", "dtype", "split"])
+def test_a_session_is_watched_from_where_it_deviates(change: str) -> None:
+    model = Watched()
+    seen = Observations(model)
+    session(model, seen, {"embed": torch.ones(6, 4)}, {"q": Q, "k": Q}, {"v": Q})
+    second: list[dict[str, torch.Tensor]] = {
+        "order": [{"k": Q, "q": Q}],
+        "name": [{"q": Q, "unknown": Q}],
+        "shape": [{"q": Q, "k": torch.ones(1, 4)}],
+        "dtype": [{"q": Q, "k": Q.double()}],
+        "split": [{"q": Q}, {"k": Q}],
+    }[change]
+    findings, watched = session(model, seen, {"embed": torch.ones(6, 4)}, *second, {"v": Q})
+    assert watched == (False, *([True] * (len(second) + 1)))
+    assert ("qkv: 32 of 96 bytes" in findings) == (change == "name")
+
+
+def test_a_shorter_session_does_not_inherit_what_it_did_not_send() -> None:
+    model = Watched()
+    seen = Observations(model)
+    session(model, seen, {"q": Q}, {"k": Q}, {"v": Q})
+    assert session(model, seen, {"q": Q}, {"k": Q})[0].startswith("embed: 96 of 96 bytes were not written; head")
+    assert "qkv: 32 of 96 bytes" in session(model, seen, {"q": Q}, {"k": Q})[0]
+
+
+def test_a_load_that_failed_is_watched_again() -> None:
+    model = Watched()
+    seen = Observations(model)
+    for _ in range(2):
+        with pytest.raises(ApplyError):
+            session(model, seen, {"q": Q, "boom": Q})
+        assert model.watched == [True]
+
+
+def test_parameters_at_other_addresses_are_watched_again() -> None:
+    model = Watched()
+    seen = Observations(model)
+    session(model, seen, {"q": Q})
+    assert session(model, seen, {"q": Q})[1] == (False,)
+    keep = model.qkv.data
+    model.qkv.data = keep.clone()
+    findings, watched = session(model, seen, {"q": Q})
+    assert watched == (True,)
+    assert "qkv: 64 of 96 bytes were not written" in findings
+    assert not any(parameter.data_ptr() == keep.data_ptr() for parameter in model.parameters())
+
+
+def test_layouts_that_never_repeat_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply_module, "_MAX_OBSERVED", 5)
+    model = Watched()
+    seen = Observations(model)
+    for number in range(20):
+        session(model, seen, {f"unknown{number}": Q}, {"q": Q})
+    assert len(seen._seen) <= 7
