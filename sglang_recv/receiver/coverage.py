@@ -37,6 +37,16 @@ def runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
     return starts, length
 
 
+def _union(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same bytes as disjoint ranges in order."""
+    if not len(starts):
+        return starts, stops
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(stops[order])
+    first = np.concatenate([[True], starts[1:] > reach[:-1]])
+    return starts[first], reach[np.concatenate([first[1:], [True]])]
+
+
 class Ranges:
     """A set of address ranges, merged when asked for."""
 
@@ -44,28 +54,21 @@ class Ranges:
         self._starts: list[np.ndarray] = []
         self._stops: list[np.ndarray] = []
         self._plain: list[int] = []  # start, stop, start, stop, ... of contiguous tensors: most of them
+        self._merged: tuple[np.ndarray, np.ndarray] | None = None
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add every byte of ``tensor``."""
         if tensor.is_contiguous():
             start = tensor.data_ptr()
             self._plain += (start, start + tensor.nbytes)
+            self._merged = None
             return
         starts, length = runs(tensor)
-        if length:
-            self._starts.append(starts)
-            self._stops.append(starts + length)
-
-    def __contains__(self, address: int) -> bool:
-        starts, stops = self.merged()
-        place = int(np.searchsorted(starts, address, side="right")) - 1
-        return place >= 0 and address < int(stops[place])
+        self._put(starts, starts + length)
 
     def update(self, other: Ranges) -> None:
         """Add everything that ``other`` holds."""
-        starts, stops = other.merged()
-        self._starts.append(starts)
-        self._stops.append(stops)
+        self._put(*other.merged())
 
     def add_masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
         """Add the items of ``tensor`` where ``mask``, of the same shape, is True."""
@@ -75,32 +78,38 @@ class Ranges:
         item = tensor.element_size()
         strides = np.array(tensor.stride(), np.int64) * item
         starts = tensor.data_ptr() + mask.nonzero().cpu().numpy() @ strides
-        self._starts.append(starts)
-        self._stops.append(starts + item)
+        self._put(starts, starts + item)
+
+    def _put(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        if len(starts):
+            self._starts.append(starts)
+            self._stops.append(stops)
+            self._merged = None
 
     def merged(self) -> tuple[np.ndarray, np.ndarray]:
         """Starts and stops of the disjoint union, in order."""
-        if self._plain:
+        if self._merged is None:
             plain = np.array(self._plain, np.int64).reshape(-1, 2)
             plain = plain[plain[:, 0] < plain[:, 1]]
-            self._starts.append(plain[:, 0])
-            self._stops.append(plain[:, 1])
+            self._merged = _union(
+                np.concatenate([plain[:, 0], *self._starts]), np.concatenate([plain[:, 1], *self._stops])
+            )
             self._plain = []
-        starts = np.concatenate([np.empty(0, np.int64), *self._starts])
-        stops = np.concatenate([np.empty(0, np.int64), *self._stops])
-        if not len(starts):
-            return starts, stops
-        order = np.argsort(starts, kind="stable")
-        starts, reach = starts[order], np.maximum.accumulate(stops[order])
-        first = np.concatenate([[True], starts[1:] > reach[:-1]])
-        last = np.concatenate([first[1:], [True]])
-        merged = starts[first], reach[last]
-        self._starts, self._stops = [merged[0]], [merged[1]]
-        return merged
+            self._starts, self._stops = [self._merged[0]], [self._merged[1]]
+        return self._merged
+
+    def __contains__(self, address: int) -> bool:
+        starts, stops = self.merged()
+        place = int(np.searchsorted(starts, address, side="right")) - 1
+        return place >= 0 and address < int(stops[place])
 
     def missing_bytes(self, tensor: torch.Tensor) -> int:
         """How many bytes of ``tensor`` lie outside this set."""
         starts, stops = self.merged()
+        if tensor.is_contiguous():  # nearly every parameter is, and nearly always it was reached as a whole
+            place = int(np.searchsorted(starts, tensor.data_ptr(), side="right")) - 1
+            if place >= 0 and tensor.data_ptr() + tensor.nbytes <= stops[place]:
+                return 0
         wanted, length = runs(tensor)
         if not length:
             return 0

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_recv.errors import ApplyError, CommitError, NotPausedError, RecvError, SessionAbortedError
+from sglang_recv.errors import (
+    ApplyError,
+    CommitError,
+    NotPausedError,
+    RecvError,
+    SessionAbortedError,
+    SessionStateError,
+)
 from sglang_recv.fds import OwnedFd
 from sglang_recv.memory import MemoryKind, allocate
 from sglang_recv.receiver import apply as apply_module
