@@ -18,7 +18,7 @@ from sglang_recv import manifest
 from sglang_recv.client.link import Heart, RankLink, combined, wait
 from sglang_recv.client.staging import Buffer, Staging
 from sglang_recv.client.target import Target
-from sglang_recv.errors import CommitError, RecvError, SessionStateError, UnsupportedError
+from sglang_recv.errors import CommitError, RecvError, SessionAbortedError, SessionStateError, UnsupportedError
 from sglang_recv.wire import (
     Abort,
     Bucket,
@@ -399,7 +399,8 @@ class Session:
 
     def _commit_error(self, failed: Mapping[str, RecvError], committed: Sequence[str]) -> RecvError:
         # A rank's own error says more than the HTTP answer.
-        causes = [link for link in self._links if link.engine in failed and link.error is not None]
+        ended = [link for link in self._links if link.engine in failed and link.error is not None]
+        causes = [link for link in ended if not isinstance(link.error, SessionAbortedError)]
         if len(self._targets) == 1 and causes:
             return combined(causes)
         if len(self._targets) == 1:

@@ -107,6 +107,11 @@ class Mailbox:
             raise InternalError(f"round {number} of session {session[:8]} was lost", fix="report this")
         return found or []
 
+    def untaken(self, session: str) -> set[int]:
+        """Service thread: the rounds that the scheduler thread has not taken."""
+        with self._lock:
+            return {number for owner, number in self._rounds if owner == session}
+
     def drop_rounds(self) -> None:
         """Service thread, after the session ended: forget rounds that were never taken."""
         with self._lock:

@@ -67,6 +67,7 @@ _PROGRESS_SECONDS: Final = 1800.0
 #: While the scheduler spins or loaders run Python code, each of the service thread's short steps waits that long,
 #: several times per round; so it is lower while a sender is connected.
 _SWITCH_SECONDS: Final = 0.0002
+_USUAL_SWITCH_SECONDS: Final = sys.getswitchinterval()
 _MAX_PEERS: Final = 256
 
 
@@ -148,7 +149,6 @@ class Service:
         self._checksums: dict[str, bytes] = {}
         self._stop = Wakeup()
         self._stopping = False
-        self._switch_seconds = sys.getswitchinterval()
         self._session = RankSession(
             facts.rank,
             facts.device,
@@ -239,7 +239,7 @@ class Service:
             self._release()
 
     def _release(self) -> None:
-        sys.setswitchinterval(self._switch_seconds)
+        sys.setswitchinterval(_USUAL_SWITCH_SECONDS)
         self._session.close()
         for fd, (connection, _, _) in list(self._connections.items()):
             self._drop(fd, connection)
@@ -289,7 +289,7 @@ class Service:
         self._guard(self._session.tick, "the lease")
         if self._leader is not None:
             self._guard(self._leader.tick, "the leader's clock")
-        wanted = _SWITCH_SECONDS if self._connections else self._switch_seconds
+        wanted = _SWITCH_SECONDS if self._connections else _USUAL_SWITCH_SECONDS
         if sys.getswitchinterval() != wanted:
             sys.setswitchinterval(wanted)
 

@@ -388,12 +388,13 @@ class RankSession:
             return
         state = self._mailbox.status.state
         if event.error is None:
-            try:
-                if live.kind == "full" and live.state in ("finished", "prepared") and live.seen:
+            if live.kind == "full" and live.state in ("finished", "prepared") and live.seen:
+                try:
                     self._catalog = self.catalog.learn(live.seen.values())
-            finally:
-                self._over(live, Committed(live.id, event.version))
-        elif live.aborted_by_sender:
+                except Exception:
+                    logger.exception("the committed manifest was not learned")
+            self._over(live, Committed(live.id, event.version))
+        elif live.aborted_by_sender and isinstance(event.error, SessionAbortedError):
             self._over(live, Aborted(live.id, event.error.message, state))
         else:
             self._over(live, Error.of(event.error, live.id, state))
@@ -507,9 +508,10 @@ class RankSession:
         return True
 
     def close(self) -> None:
-        """Unmap what the live session has, when the thread ends."""
-        if self._live is not None:
-            self._unmap(self._live)
+        """Unmap what the live session has, when the thread ends, unless the scheduler thread may be reading it."""
+        live = self._live
+        if live is not None and not set(live.in_flight) - self._mailbox.untaken(live.id):
+            self._unmap(live)
 
     def _unmap(self, live: _Live) -> None:
         self._mailbox.drop_rounds()
