@@ -21,6 +21,7 @@ from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateRe
 from sglang_recv.client.target import HttpTarget, Target
 from sglang_recv.errors import (
     REPAIR,
+    DeadlineError,
     EngineLostError,
     FullUpdateRequiredError,
     ManifestError,
@@ -245,7 +246,11 @@ class WeightClient:
                 # After the session is open: an update that is refused, because the engine is busy or a tensor is wrong,
                 # must neither abort requests nor continue what another trainer has paused.
                 for target in self._targets:
-                    target.pause(pause, self._deadline)
+                    try:
+                        target.pause(pause, self._deadline)
+                    except DeadlineError:
+                        resume.append(target)  # it may pause yet
+                        raise
                     resume.append(target)
             yield session
 
