@@ -6,6 +6,7 @@ import enum
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -171,9 +172,10 @@ class BufferBase:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # At interpreter exit the process's memory goes anyway, and the driver may be gone already.
-        if self._closed or sys.is_finalizing():
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At interpreter exit the process's memory goes anyway, and the driver may be gone already; so may this module's
+        # names, which is why the function is bound here.
+        if self._closed or finalizing():
             return
         message = f"unclosed {self!r}"
         self._closed = True
