@@ -253,6 +253,21 @@ def test_a_health_probe_is_answered_while_the_gate_is_closed(server: EngineServe
             assert len(request.result(30)["output_ids"]) == 2
 
 
+def test_memory_may_be_released_while_a_request_waits_at_the_gate(server: EngineServer, other: Tensors) -> None:
+    """SGLang ends an engine that is asked to release memory while it is not idle; waiting at the gate is idle."""
+    with weights.client(server, slot_bytes=SLOT) as client, client.open("new") as session:
+        write_some(server, other, session)
+        received = server.log_text().count(_RECEIVED)
+        with background(server.generate, "x", 2) as request:
+            wait_until(lambda: server.log_text().count(_RECEIVED) > received, 20, "the server has the request")
+            server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+            server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+            session.send(list(other.items())[8:])
+            session.commit()
+            assert len(request.result(30)["output_ids"]) == 2
+    assert weights.version(server) == "new"
+
+
 def test_a_refused_sender_cannot_harm_the_session_whose_id_it_has(server: EngineServer, other: Tensors) -> None:
     with weights.client(server, slot_bytes=SLOT) as owner, owner.open("owner") as session:
         write_some(server, other, session)
