@@ -26,7 +26,6 @@ __all__ = [
     "NotPausedError",
     "PeerDeniedError",
     "PluginMissingError",
-    "PoisonedError",
     "ProtocolVersionError",
     "ReceiverOffError",
     "REPAIR",
@@ -182,12 +181,6 @@ class CommitError(RecvError):
     """The commit did not happen: weights are written, but not declared valid."""
 
     code = "COMMIT"
-
-
-class PoisonedError(RecvError):
-    """The engine's weights are half written, and it refuses to generate."""
-
-    code = "POISONED"
 
 
 class DeadlineError(RecvError):

@@ -82,11 +82,6 @@ class Staging:
             self.close()
             raise
 
-    @property
-    def device_count(self) -> int:
-        """On how many devices each buffer exists."""
-        return len(self._devices)
-
     def add(self, nbytes: int) -> Buffer:
         """Allocate a buffer and let every rank map it.
 
