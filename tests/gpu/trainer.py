@@ -115,6 +115,22 @@ def device_copy(tensors: dict[str, torch.Tensor]) -> float:
     return seconds
 
 
+def race(url: str, tensors: dict[str, torch.Tensor], slot_bytes: int, laps: int) -> dict[str, list[float]]:
+    """Seconds of stock updates, ours, and ours when every load is watched, turn by turn, as the machine is noisy."""
+    laps_of: dict[str, list[float]] = {"stock": [], "ours": [], "ours, watched": []}
+    for lap in range(laps):
+        laps_of["stock"].append(stock_update(url, tensors, f"race-stock{lap}"))
+        # Slots of another size make other buckets, which this engine has not seen yet.
+        for way, size in {"ours": slot_bytes, "ours, watched": slot_bytes - (lap + 1) * (4 << 20)}.items():
+            with WeightClient(url, slot_bytes=size, deadline=300) as client:
+                client.status()  # the connection and the rank table outlive an update
+                torch.cuda.synchronize()
+                started = time.monotonic()
+                client.update(tensors, f"race-{lap}")
+                laps_of[way].append(time.monotonic() - started)
+    return laps_of
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
@@ -125,6 +141,7 @@ def main() -> None:
     parser.add_argument("--slot-mib", type=int, default=512)
     parser.add_argument("--saver", action="store_true", help="this process runs under the memory saver's preload")
     parser.add_argument("--stock", type=int, default=0, help="how many stock updates to time first")
+    parser.add_argument("--race", type=int, default=0, help="how often to time stock and ours in turn, at the end")
     parser.add_argument("--version", default="v")
     parser.add_argument("--kind", default="full")
     options = parser.parse_args()
@@ -186,6 +203,8 @@ def main() -> None:
         report["streamed_seconds"] = time.monotonic() - started
         report["digest"] = client.checksum()[options.url][0].digest
     report["updates"] = runs
+    if options.race:
+        report["race"] = race(options.url, tensors, options.slot_mib << 20, options.race)
     print(json.dumps(report), flush=True)
 
 
