@@ -37,8 +37,8 @@ INFO_KEY: Final = "sglang_recv"
 CARRIER_KEY: Final = "sglang_recv"
 
 
-# gc=False: a manifest of a large MoE has tens of thousands of these, and they can be in no cycle; what the collector does
-# not count does not make it scan the whole heap of an engine in the middle of a session.
+# gc=False: a manifest of a large MoE has tens of thousands of these, and they can be in no cycle; what the collector
+# does not count does not make it scan the whole heap of an engine in the middle of a session.
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Name, dtype (torch's name without the prefix, e.g. ``bfloat16``) and shape of one tensor."""
 

@@ -192,7 +192,7 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch before it wraps ``__torch_dispatch__``: nothing here is compiled, the wrap costs 1 us a call."""
+        """Asked by torch before it wraps ``__torch_dispatch__``; nothing here is compiled, a wrap costs 1 us a call."""
         return False
 
     def _name_at(self, tensor: torch.Tensor) -> str | None:
