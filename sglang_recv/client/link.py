@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -138,42 +139,46 @@ class RankLink:
 
     def attach(self, session: str, sender: str, timeout: float) -> None:
         """Bind the Unix connection to the lease of a session."""
-        try:
-            self._ask(Attach(session, sender), None, timeout)
-        except (OSError, EOFError) as error:
-            raise EngineLostError(
-                f"{self.name} closed its socket {self.info.fds}: {error!r}", fix="look at the engine's log"
-            ) from error
+        with self._fd_exchange("Attach", timeout) as fds:
+            fds.send(wire.encode(Attach(session, sender)), None, timeout)
+            self._take_fd_reply(fds, Attached, timeout)
 
     def offer(self, message: OfferBuffer, fd: int, timeout: float) -> None:
-        """Hand over a buffer and wait until the rank has mapped it."""
+        """Hand over a buffer. The rank's answer is taken by :meth:`mapped`, once for each buffer."""
+        with self._fd_exchange("OfferBuffer", timeout) as fds:
+            fds.send(wire.encode(message), fd, timeout)
+
+    def mapped(self, timeout: float) -> None:
+        """Wait until the rank has mapped the next buffer that it was offered."""
+        with self._fd_exchange("OfferBuffer", timeout) as fds:
+            self._take_fd_reply(fds, BufferMapped, timeout)
+
+    @contextlib.contextmanager
+    def _fd_exchange(self, what: str, timeout: float) -> Iterator[FdConnection]:
+        assert self.fds is not None
         try:
-            self._ask(message, fd, timeout)
+            yield self.fds
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self.name}: no answer to {what} within {timeout:.1f} s; it was last: {self.activity or 'no report'}",
+                fix="raise deadline=, or look at the engine's log",
+            ) from error
         except (OSError, EOFError) as error:
             # Why it hung up is on its way on the other socket.
             self.dealer.socket.poll(int(_LAST_WORDS * 1000))
             self.pump()
             raise self.error or EngineLostError(
-                f"{self.name} closed its socket while it was given a buffer: {error!r}", fix="look at the engine's log"
+                f"{self.name} closed its socket {self.info.fds} during {what}: {error!r}",
+                fix="look at the engine's log",
             ) from error
 
-    def _ask(self, message: Attach | OfferBuffer, fd: int | None, timeout: float) -> None:
-        assert self.fds is not None
-        try:
-            self.fds.send(wire.encode(message), fd, timeout)
-            raw, stray = self.fds.recv(timeout)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{self.name}: no answer to {type(message).__name__} within {timeout:.1f} s; it was last: "
-                f"{self.activity or 'no report'}",
-                fix="raise deadline=, or look at the engine's log",
-            ) from error
+    def _take_fd_reply(self, fds: FdConnection, expected: type[Attached | BufferMapped], timeout: float) -> None:
+        raw, stray = fds.recv(timeout)
         if stray is not None:
             stray.close()
         answer = wire.decode(raw, wire.FdReply)
         if isinstance(answer, Error):
             raise answer.exception()
-        expected = Attached if isinstance(message, Attach) else BufferMapped
         if not isinstance(answer, expected):
             raise BadMessageError(
                 f"{self.name} answered {type(answer).__name__}",

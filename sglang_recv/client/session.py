@@ -133,8 +133,13 @@ class Session:
                 for link in links:
                     link.attach(request.session, request.sender, deadline)
                     link.send(request)
+                self._staging = Staging(links, request.session, deadline)
+                if not request.takeover:  # else the sender before this one still has its own
+                    self._allocate(slots, slot_bytes)
                 self._wait(lambda link: link.opened, "open")
-                self._staging = Staging(links, request.session, slots, slot_bytes, deadline)
+                if request.takeover:
+                    self._allocate(slots, slot_bytes)
+                self._staging.offer()
         except BaseException:
             self.abort("open failed")
             raise
@@ -245,6 +250,14 @@ class Session:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort("left without a commit" if kind is None else f"{kind.__name__} in the caller")
+
+    def _allocate(self, slots: int, slot_bytes: int) -> None:
+        assert self._staging is not None
+        try:
+            self._staging.allocate(slots, slot_bytes)
+        except RecvError:
+            self._wait(lambda link: link.opened, "open")  # why it is refused says more than that memory is short
+            raise
 
     # --- filling -----------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Buffer:
         return sum(part.nbytes for part in self.parts.values())
 
     def offer(self, links: Sequence[RankLink], session: str, timeout: float) -> None:
-        """Let every rank map the part on its device."""
+        """Send every rank the part on its device; :meth:`RankLink.mapped` takes the answers."""
         for link in links:
             part = self.parts[link.device]
             with part.export_fd() as fd:
@@ -60,27 +60,41 @@ class Staging:
         The ranks that map them.
     session
         Id of the session.
-    slots, slot_bytes
-        How many slots, of how many bytes each per device.
     timeout
         Seconds for a rank to map one buffer.
     """
 
-    def __init__(self, links: Sequence[RankLink], session: str, slots: int, slot_bytes: int, timeout: float) -> None:
+    def __init__(self, links: Sequence[RankLink], session: str, timeout: float) -> None:
         self._links = links
         self._session = session
         self._timeout = timeout
         self._devices = tuple(dict.fromkeys(link.device for link in links))
         self._next = 0
         self._buffers: dict[int, Buffer] = {}
-        self.slot_bytes = slot_bytes
+        self.slots: list[Buffer] = []
+        self.slot_bytes = 0
         self.peak_bytes = 0
         self.packers: dict[str, Packer] = {device: TorchPacker(torch.device(device)) for device in self._devices}
+
+    def allocate(self, slots: int, slot_bytes: int) -> None:
+        """Make the slots, of ``slot_bytes`` bytes each per device; ranks get them by :meth:`offer`.
+
+        Raises
+        ------
+        StagingMemoryError
+            When a device has not enough memory.
+        """
+        self.slot_bytes = slot_bytes
         try:
-            self.slots = [self.add(slot_bytes) for _ in range(slots)]
+            while len(self.slots) < slots:
+                self.slots.append(self._make(slot_bytes))
         except BaseException:
             self.close()
             raise
+
+    def offer(self) -> None:
+        """Let every rank map the slots."""
+        self._offer(self.slots)
 
     def add(self, nbytes: int) -> Buffer:
         """Allocate a buffer and let every rank map it.
@@ -90,12 +104,24 @@ class Staging:
         StagingMemoryError
             When a device has not enough memory.
         """
+        buffer = self._make(nbytes)
+        self._offer([buffer])
+        return buffer
+
+    def _make(self, nbytes: int) -> Buffer:
         buffer = Buffer(self._next, nbytes, self._devices)
         self._next += 1
         self._buffers[buffer.number] = buffer
         self.peak_bytes = max(self.peak_bytes, sum(b.total for b in self._buffers.values()))
-        buffer.offer(self._links, self._session, self._timeout)
         return buffer
+
+    def _offer(self, buffers: Sequence[Buffer]) -> None:
+        # All of them before the first answer: ranks and this side work at the same time.
+        for buffer in buffers:
+            buffer.offer(self._links, self._session, self._timeout)
+        for _ in buffers:
+            for link in self._links:
+                link.mapped(self._timeout)
 
     def drop(self, buffer: Buffer) -> None:
         """Free a buffer that every rank has unmapped."""

@@ -67,6 +67,7 @@ class Observations:
         self._model = model
         self._addresses: tuple[int, ...] = ()
         self._seen: dict[bytes, _Seen] = {}
+        self._complete: set[bytes] = set()
 
     def begin(self) -> bytes:
         """The key that a session starts from."""
@@ -74,6 +75,7 @@ class Observations:
         if addresses != self._addresses or len(self._seen) > _MAX_OBSERVED:
             self._addresses = addresses
             self._seen.clear()
+            self._complete.clear()
         return b""
 
     @staticmethod
@@ -91,6 +93,14 @@ class Observations:
         seen = self._seen[key] = _Seen(written, unread)
         return seen
 
+    def complete(self, key: bytes) -> bool:
+        """True when the buckets up to ``key`` were found to reach every byte of every parameter."""
+        return key in self._complete
+
+    def mark_complete(self, key: bytes) -> None:
+        """Keep that finding."""
+        self._complete.add(key)
+
 
 class StockApplier:
     """Calls the model's own ``load_weights``, and knows what it read and what it reached.
@@ -107,7 +117,7 @@ class StockApplier:
         self._model: Any = model
         self._observations = observations
         self._key = observations.begin()
-        self._written = Ranges()
+        self._written: list[Ranges] = []
         self._staged = Ranges()
         self._unread: list[str] = []
 
@@ -127,7 +137,7 @@ class StockApplier:
             seen = self._observations.put(self._key, written, unread)
         else:
             self._load(tensors)
-        self._written.update(seen.written)
+        self._written.append(seen.written)
         self._unread += seen.unread
 
     def _load(self, tensors: Tensors) -> None:
@@ -150,12 +160,19 @@ class StockApplier:
 
     def missing(self) -> tuple[str, ...]:
         """See :meth:`Applier.missing`."""
+        if self._observations.complete(self._key):
+            return ()
         found = []
+        written = Ranges()
+        for part in self._written:
+            written.update(part)
         for name, parameter in self._model.named_parameters():
             if parameter.data_ptr() in self._staged:
                 found.append(f"{name}: the loader keeps the staging memory itself instead of a copy")
-            lacking = self._written.missing_bytes(parameter.data)
+            lacking = written.missing_bytes(parameter.data)
             if lacking:
                 total = parameter.numel() * parameter.element_size()
                 found.append(f"{name}: {lacking} of {total} bytes were not written")
+        if not found:
+            self._observations.mark_complete(self._key)
         return tuple(found)

@@ -122,8 +122,11 @@ class Catalog:
 
     def learn(self, specs: Iterable[TensorSpec]) -> Catalog:
         """The catalog after a full update with ``specs`` was committed: they are what this model takes."""
+        learned = {s.name: s for s in specs}
+        if learned == self._specs:  # as after nearly every update; the digest is not free
+            return self
         return Catalog(
-            {s.name: s for s in specs},
+            learned,
             model_dtype=self._model_dtype,
             tied_embeddings=self._tied,
             num_layers=self._layers,

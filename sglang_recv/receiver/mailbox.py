@@ -83,6 +83,8 @@ class Mailbox:
         self._put: tuple[str, int] = ("", 0)
         #: Set when the service thread has died: the scheduler must not go on as if somebody listened.
         self.broken = ""
+        #: Service thread: a sender is connected, so that this process has more to do than to wait for requests.
+        self.senders = False
         self._events: deque[Event] = deque()
         self._prepared = ""
 

@@ -88,7 +88,12 @@ class Replicated:
     @property
     def gate_closed(self) -> bool:
         """True while no batch may be scheduled."""
-        return self._state != READY or (self._session is not None and self._session.writing)
+        return self._state != READY or self.writing
+
+    @property
+    def writing(self) -> bool:
+        """True from the first write of a session to its end: no batch runs, and none may be scheduled."""
+        return self._session is not None and self._session.writing
 
     def refusal(self) -> str | None:
         """Why requests are answered with 503, or None when they are served or queued."""

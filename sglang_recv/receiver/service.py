@@ -289,6 +289,7 @@ class Service:
         self._guard(self._session.tick, "the lease")
         if self._leader is not None:
             self._guard(self._leader.tick, "the leader's clock")
+        self._mailbox.senders = bool(self._connections)
         wanted = _SWITCH_SECONDS if self._connections else _USUAL_SWITCH_SECONDS
         if sys.getswitchinterval() != wanted:
             sys.setswitchinterval(wanted)

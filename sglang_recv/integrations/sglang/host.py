@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
@@ -64,6 +65,12 @@ class SGLangHost:
         self._injected: deque[UpdateWeightsFromIPCReqInput] = deque()
         self._woken = False
         self._wakeup = Wakeup()
+        self._rest: zmq.Poller | None = None
+        sockets = [getattr(scheduler.ipc_channels, name) for name in ("recv_from_tokenizer", "recv_from_rpc")]
+        if all(isinstance(socket, zmq.Socket) for socket in sockets):  # rank 0 has them, and only the usual server
+            self._rest = zmq.Poller()
+            for source in (self._wakeup.fileno(), *sockets):
+                self._rest.register(source, zmq.POLLIN)
         sleeper = getattr(scheduler, "idle_sleeper", None)
         if sleeper is not None:
             # --sleep-on-idle polls SGLang's own sockets for up to a second; this makes an injected carrier wake it.
@@ -87,6 +94,10 @@ class SGLangHost:
     def _runner(self) -> Any:
         return self._scheduler.tp_worker.model_runner
 
+    @cached_property  # decided when the model is loaded, and a walk over all modules takes a millisecond
+    def _packed_for_amx(self) -> bool:
+        return any(getattr(module, "use_intel_amx_backend", False) for module in self.model().modules())
+
     # --- facts -------------------------------------------------------------------------------------------------------
 
     def model(self) -> torch.nn.Module:
@@ -104,7 +115,7 @@ class SGLangHost:
             )
         if getattr(self._updater, "_session", None) is not None:
             found.append("a weight update session of SGLang's own is open: call /end_weight_update first")
-        if any(getattr(module, "use_intel_amx_backend", False) for module in self.model().modules()):
+        if self._packed_for_amx:
             found.append("weights packed for Intel AMX: loaders would write into the packed layout")
         if os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0").lower() in ("1", "true"):
             found.append("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED: it permutes expert weights again after each update")
@@ -162,6 +173,15 @@ class SGLangHost:
         # In this order: once pull_injected has seen _woken, no late byte is left that would end every sleep at once.
         self._wakeup.set()
         self._woken = True
+
+    def rest(self) -> None:
+        """Sleep until a carrier is injected or SGLang receives something; called where rank 0 pulls its requests.
+
+        What ``--sleep-on-idle`` does, but for 50 ms at most. A scheduler that spins takes the interpreter lock from the
+        service thread, whose work it waits for, after every short step.
+        """
+        if self._rest is not None and not self._woken:
+            self._rest.poll(50)
 
     def pull_injected(self) -> list[Any]:
         """Carriers to broadcast now; called where rank 0 pulls its requests."""
@@ -230,10 +250,14 @@ class SGLangHost:
             scheduler.waiting_queue = waiting
             grammar.grammar_queue = compiling
 
+    def idle(self) -> bool:
+        """True when nothing runs and nothing waits."""
+        return bool(self._scheduler.is_fully_idle())
+
     def quiet(self) -> bool:
         """See Host."""
         with self.queues_set_aside():
-            return bool(self._scheduler.is_fully_idle())
+            return self.idle()
 
     def flush_cache(self) -> bool:
         """See Host."""

@@ -113,8 +113,15 @@ def _pull(requests: list[Any] | None, *args: Any, **kwargs: Any) -> list[Any] | 
         # Better no engine than one whose gate nobody can open: SGLang ends it with this reason in the log.
         raise RuntimeError(f"sglang_recv: the service thread died: {_receiver.mailbox.broken}")
     if _host is not None and requests is not None:
+        if not requests and _receiver is not None and _may_rest(_receiver, _host):
+            _host.rest()
         requests.extend(_host.pull_injected())
     return requests
+
+
+def _may_rest(receiver: Receiver, host: SGLangHost) -> bool:
+    """True when this loop has nothing to do, and the service thread has."""
+    return receiver.replicated.writing or (receiver.mailbox.senders and host.idle())
 
 
 def _carrier(original: Callable[..., Any], updater: Any, request: Any) -> Any:
