@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from sglang_recv.errors import ApplyError, RecvError
-from sglang_recv.receiver.coverage import CoverageMode, Ranges
+from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class Observations:
         self._addresses: tuple[int, ...] = ()
         self._seen: dict[bytes, _Seen] = {}
         self._complete: set[bytes] = set()
+        #: False once this model's loaders did something to tensors that is not a copy.
+        self.only_copies = True
 
     def begin(self) -> bytes:
         """The key that a session starts from."""
@@ -129,16 +131,31 @@ class StockApplier:
         self._key = self._observations.advance(self._key, tensors)
         seen = self._observations.get(self._key)
         if seen is None:
-            written = Ranges()
-            mode = CoverageMode(written, sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in sized))
-            with mode:
-                self._load(tensors)
-            unread = tuple(name for name, _ in sized if name not in mode.read)
+            written, read = self._watch(tensors, Staged(sized))
+            unread = tuple(name for name, _ in sized if name not in read)
             seen = self._observations.put(self._key, written, unread)
         else:
             self._load(tensors)
         self._written.append(seen.written)
         self._unread += seen.unread
+
+    def _watch(self, tensors: Tensors, staged: Staged) -> tuple[Ranges, set[str]]:
+        """Load the bucket; what was written, and which tensors were read."""
+        if self._observations.only_copies:
+            written = Ranges()
+            copies = CopyMode(written, staged)
+            with copies:
+                self._load(tensors)
+            if copies.clear and len(copies.read) == len(staged):
+                return written, copies.read
+            # Once more, and this time every operation: a load of the same bytes changes nothing. A tensor that nothing
+            # copied may be one that the model has no use for, but a loader that computes does so in other buckets too.
+            self._observations.only_copies = copies.clear and 2 * len(copies.read) > len(staged)
+        written = Ranges()
+        mode = CoverageMode(written, staged)
+        with mode:
+            self._load(tensors)
+        return written, mode.read
 
     def _load(self, tensors: Tensors) -> None:
         try:

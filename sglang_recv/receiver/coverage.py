@@ -1,21 +1,27 @@
 """Which bytes of the parameters did a load reach, and which tensors did it read?
 
 Success of ``load_weights`` says little: SGLang's loaders skip names that they do not know, and nothing tells whether
-every parameter got its bytes. So loads run under a dispatch mode that sees each operation. A parameter is covered
-when writes reached all of its bytes; a tensor was read when an operation other than a view took it (or a view of it).
-Work that a loader does on other threads is invisible to a dispatch mode (torch keeps modes per thread).
+every parameter got its bytes. So loads are watched. A parameter is covered when writes reached all of its bytes; a
+tensor was read when an operation other than a view took it (or a view of it). There are two ways to watch:
+
+- :class:`CopyMode` sees the calls that Python code makes of torch. It understands ``copy_`` and what only looks at
+  tensors, and says when it saw anything else. Most loaders do nothing else, and it costs less than the other.
+- :class:`CoverageMode` sees each operation of torch, whoever asked for it, and understands them all.
+
+Work that a loader does on other threads is invisible to both (torch keeps modes per thread).
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_recv.errors import ApplyError
@@ -172,35 +178,122 @@ def _role(func: Any) -> _Role:
     return _Role(view, frozenset(written), _INDEXED.search(schema.name) is not None)
 
 
+class Staged:
+    """Where the tensors of a bucket lie in staging.
+
+    Parameters
+    ----------
+    tensors
+        Names and tensors, each contiguous and not empty.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        places = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors)
+        self._starts = [start for start, _, _ in places]
+        self._stops = [stop for _, stop, _ in places]
+        self._names = [name for _, _, name in places]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name_at(self, tensor: torch.Tensor) -> str | None:
+        """The tensor that ``tensor`` begins in, or None."""
+        address = tensor.data_ptr()
+        index = bisect_right(self._starts, address) - 1
+        return self._names[index] if index >= 0 and address < self._stops[index] else None
+
+
+def _changed(name: str, func: Any) -> ApplyError:
+    return ApplyError(
+        f"the loader changes its input {name!r} in place ({func}), which other ranks also read",
+        fix="report the model; until then update it with SGLang's own endpoints",
+    )
+
+
+#: Methods that only look at a tensor, make a view of it, or a copy that is none of ours.
+_LOOKING_METHODS: Final = (
+    *("__getitem__", "__len__", "__hash__", "size", "dim", "numel", "nelement", "element_size", "stride", "data_ptr"),
+    *("storage_offset", "is_contiguous", "is_floating_point", "get_device", "narrow", "select", "unbind", "split"),
+    *("chunk", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "transpose", "t", "permute"),
+    *("movedim", "squeeze", "unsqueeze", "expand", "expand_as", "detach", "contiguous", "to", "cpu", "cuda", "type"),
+)
+_LOOKING_PROPERTIES: Final = (
+    *("data", "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad"),
+    *("is_cuda", "is_cpu", "is_meta", "T", "mT"),
+)
+_LOOKS: Final = frozenset(
+    [getattr(torch.Tensor, name) for name in _LOOKING_METHODS]
+    + [getattr(torch.Tensor, name).__get__ for name in _LOOKING_PROPERTIES]
+)
+_COPY: Final = torch.Tensor.copy_
+#: In-place methods of tensors: ``add_``, ``__iadd__``, ``__setitem__``.
+_IN_PLACE: Final = re.compile(r"[^_]_$|^__i\w+__$|^__setitem__$")
+
+
+class CopyMode(TorchFunctionMode):
+    """Records copies while active, and whether there was anything else.
+
+    Parameters
+    ----------
+    written
+        Gets the bytes that copies wrote.
+    staged
+        The bucket.
+    """
+
+    def __init__(self, written: Ranges, staged: Staged) -> None:
+        super().__init__()
+        self._written = written
+        self._staged = staged
+        self.read: set[str] = set()
+        #: False once something was called that this mode does not understand.
+        self.clear = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is not _COPY or kwargs or len(args) != 2:
+            self._unclear(func, args)
+            return func(*args, **(kwargs or {}))
+        target, source = args
+        changed = self._staged.name_at(target)
+        if changed is not None:
+            raise _changed(changed, func)
+        name = self._staged.name_at(source)
+        if name is not None:
+            self.read.add(name)
+        self._written.add(target)
+        return func(target, source)
+
+    def _unclear(self, func: Any, args: Any) -> None:
+        self.clear = False
+        if args and isinstance(args[0], torch.Tensor) and _IN_PLACE.search(getattr(func, "__name__", "")):
+            changed = self._staged.name_at(args[0])
+            if changed is not None:
+                raise _changed(changed, func)
+
+
 class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records writes and reads while active.
+    """Records all writes and reads while active.
 
     Parameters
     ----------
     written
         Gets the bytes that operations wrote.
     staged
-        (first address, last address + 1, name) of each tensor of the bucket in staging, in order of addresses.
+        The bucket.
     """
 
-    def __init__(self, written: Ranges, staged: Sequence[tuple[int, int, str]]) -> None:
+    def __init__(self, written: Ranges, staged: Staged) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._written = written
         self._staged = staged
-        self._starts = [start for start, _, _ in staged]
         self.read: set[str] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Asked by torch before it wraps ``__torch_dispatch__``; nothing here is compiled, a wrap costs 1 us a call."""
         return False
-
-    def _name_at(self, tensor: torch.Tensor) -> str | None:
-        address = tensor.data_ptr()
-        index = bisect_right(self._starts, address) - 1
-        if index >= 0 and address < self._staged[index][1]:
-            return self._staged[index][2]
-        return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A load is some 100,000 operations, most of them views: those pass first.
@@ -224,20 +317,17 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not isinstance(value, torch.Tensor):
             return
-        name = self._name_at(value)
+        name = self._staged.name_at(value)
         if place not in role.written:
             if name is not None:
                 self.read.add(name)
         elif name is not None:
-            raise ApplyError(
-                f"the loader changes its input {name!r} in place ({func}), which other ranks also read",
-                fix="report the model; until then update it with SGLang's own endpoints",
-            )
+            raise _changed(name, func)
         elif not role.indexed:
             self._written.add(value)
 
 
 def warm_up() -> None:
     """Pay for the first use of a dispatch mode in this process: torch imports for about a second then."""
-    with CoverageMode(Ranges(), ()):
+    with CoverageMode(Ranges(), Staged(())):
         torch.zeros(1).add_(1)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from sglang_recv.errors import ApplyError
 from sglang_recv.manifest import Views
 from sglang_recv.receiver import apply as apply_module
 from sglang_recv.receiver.apply import Observations, StockApplier
-from sglang_recv.receiver.coverage import CoverageMode, Ranges, runs
+from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged, runs
 
 WORDS = 96  # elements of the storage that random views lie in
 
@@ -89,15 +90,13 @@ def cover(
 ) -> Ranges:
     """What ``step(parameter, source)`` writes, where ``source`` lies in staging."""
     ranges = Ranges()
-    start = source.data_ptr()
-    with CoverageMode(ranges, [(start, start + source.untyped_storage().nbytes(), "w")]):
+    with CoverageMode(ranges, Staged([("w", torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()))])):
         step(parameter, source)
     return ranges
 
 
 def reads(step: Callable[[torch.Tensor], object], source: torch.Tensor) -> set[str]:
-    start = source.data_ptr()
-    mode = CoverageMode(Ranges(), [(start, start + source.numel() * source.element_size(), "w")])
+    mode = CoverageMode(Ranges(), Staged([("w", source)]))
     with mode:
         step(source)
     return mode.read
@@ -254,11 +253,8 @@ def test_views_alone_are_not_reads(how: str) -> None:
 
 def test_reads_are_told_apart_by_address() -> None:
     staging = torch.zeros(100)
-    names = [
-        (staging.data_ptr() + 4 * start, staging.data_ptr() + 4 * stop, f"t{start}")
-        for start, stop in ((10, 20), (20, 30), (64, 70))
-    ]
-    mode = CoverageMode(Ranges(), names)
+    staged = Staged((f"t{start}", staging[start:stop]) for start, stop in ((64, 70), (10, 20), (20, 30)))
+    mode = CoverageMode(Ranges(), staged)
     with mode:
         for first, last in ((0, 10), (30, 64), (70, 100)):
             staging[first:last].clone()  # gaps
@@ -405,18 +401,96 @@ def test_the_mode_ends_with_the_bucket() -> None:
     assert "extra: 24 of 24 bytes were not written" in applier.missing()
 
 
+# --- the cheap way to watch -----------------------------------------------------------------------------------------
+
+
+class Doing(torch.nn.Module):
+    """Loads one parameter in a way of the test's choice, and another one in the usual way."""
+
+    def __init__(self, step: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.step = step
+        self.loads = 0
+        self.p = torch.nn.Parameter(torch.full((4, 6), -1.0), requires_grad=False)
+        self.other = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in weights:
+            if name == "p":
+                self.step(self.p.data, tensor)
+            else:
+                self.other.data.copy_(tensor)
+
+
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    **WHOLE,
+    **{f"part: {how}": step for how, step in PART.items()},
+    **{f"index: {how}": step for how, step in INDEXED.items()},
+    **{f"reading: {how}": lambda p, s, step=step: step(s) for how, step in (READING | VIEWING).items()},
+    **{f"changing: {how}": lambda p, s, step=step: step(s) for how, step in CHANGING.items()},
+    "a transpose that is copied": lambda p, s: p.copy_(s.view(6, 4).t().contiguous()),
+}
+
+
+@pytest.mark.parametrize("how", sorted(STEPS))
+def test_both_ways_to_watch_say_the_same(how: str) -> None:
+    said: list[object] = []
+    for only_copies in (True, False):
+        model = Doing(STEPS[how])
+        seen = Observations(model)
+        seen.only_copies = only_copies
+        applier = StockApplier(model, seen)
+        error = ""
+        try:
+            applier.apply(bucket(other=torch.ones(3), p=torch.arange(24.0).view(4, 6)))
+        except ApplyError as caught:
+            error = caught.message.partition(" (")[0]
+        said.append((error, applier.missing(), applier.unread(), model.p.data.tolist(), model.other.data.tolist()))
+    assert said[0] == said[1]
+
+
+def test_a_loader_that_only_copies_is_run_once_and_watched_cheaply() -> None:
+    model = Watched()
+    applier = applier_of(model)
+    applier.apply(bucket(embed=torch.ones(6, 4), q=Q, nothing=torch.ones(0)))
+    applier.apply(bucket(k=Q, v=Q))
+    assert model.watched == ["copies", "copies"]
+    assert applier.missing() == ("extra: 24 of 24 bytes were not written",)
+
+
+def test_a_tensor_that_nothing_copies_is_looked_at_in_the_other_way_and_only_its_bucket() -> None:
+    model = Watched()
+    applier = applier_of(model)
+    applier.apply(bucket(embed=torch.ones(6, 4), q=Q, unknown=Q))
+    applier.apply(bucket(k=Q))
+    assert model.watched == ["copies", "all", "copies"]
+    assert applier.unread() == ("unknown",)
+
+
+def test_a_loader_that_computes_is_run_twice_once() -> None:
+    model = Doing(lambda p, s: p.fill_(float(s[0, 0])))
+    applier = applier_of(model)
+    for loads in (2, 3, 4):
+        applier.apply(bucket(p=torch.full((4, 6), float(loads))))
+        assert model.loads == loads
+    assert torch.equal(model.p.data, torch.full((4, 6), 4.0))
+    assert applier.missing() == ("other: 12 of 12 bytes were not written",)
+
+
 # --- what earlier sessions saw --------------------------------------------------------------------------------------
 
 
 class Watched(Tied):
-    """Knows whether its loads are watched."""
+    """Knows how its loads are watched: for copies, for every operation, or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.watched: list[bool] = []
+        self.watched: list[str] = []
 
     def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.watched.append(_len_torch_dispatch_stack() > 0)
+        copies = any(isinstance(mode, CopyMode) for mode in _get_current_function_mode_stack())
+        self.watched.append("copies" if copies else "all" if _len_torch_dispatch_stack() else "")
         super().load_weights(weights)
 
 
@@ -424,12 +498,14 @@ Q = torch.ones(2, 4)
 
 
 def session(model: Watched, seen: Observations, *buckets: dict[str, torch.Tensor]) -> tuple[str, tuple[bool, ...]]:
-    """What a session reports, and which of its loads were watched."""
-    model.watched.clear()
+    """What a session reports, and which of its buckets were watched."""
     applier = StockApplier(model, seen)
+    watched = []
     for tensors in buckets:
+        model.watched.clear()
         applier.apply(bucket(**tensors))
-    return "; ".join((*applier.missing(), *applier.unread())), tuple(model.watched)
+        watched.append(any(model.watched))
+    return "; ".join((*applier.missing(), *applier.unread())), tuple(watched)
 
 
 def test_a_session_that_repeats_another_is_not_watched_and_says_the_same() -> None:
@@ -475,7 +551,7 @@ def test_a_load_that_failed_is_watched_again() -> None:
     for _ in range(2):
         with pytest.raises(ApplyError):
             session(model, seen, {"q": Q, "boom": Q})
-        assert model.watched == [True]
+        assert model.watched == ["copies"]
 
 
 def test_parameters_at_other_addresses_are_watched_again() -> None:
