@@ -146,11 +146,12 @@ class StockApplier:
             copies = CopyMode(written, staged)
             with copies:
                 self._load(tensors)
-            if copies.clear and len(copies.read) == len(staged):
+            if not copies.other and len(copies.read) == len(staged):
                 return written, copies.read
             # Once more, and this time every operation: a load of the same bytes changes nothing. A tensor that nothing
             # copied may be one that the model has no use for, but a loader that computes does so in other buckets too.
-            self._observations.only_copies = copies.clear and 2 * len(copies.read) > len(staged)
+            logger.debug("watched in full: %s, %d of %d tensors copied", copies.other, len(copies.read), len(staged))
+            self._observations.only_copies = not copies.other and 2 * len(copies.read) > len(staged)
         written = Ranges()
         mode = CoverageMode(written, staged)
         with mode:

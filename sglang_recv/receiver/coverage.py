@@ -4,8 +4,8 @@ Success of ``load_weights`` says little: SGLang's loaders skip names that they d
 every parameter got its bytes. So loads are watched. A parameter is covered when writes reached all of its bytes; a
 tensor was read when an operation other than a view took it (or a view of it). There are two ways to watch:
 
-- :class:`CopyMode` sees the calls that Python code makes of torch. It understands ``copy_`` and what only looks at
-  tensors, and says when it saw anything else. Most loaders do nothing else, and it costs less than the other.
+- :class:`CopyMode` sees the calls that Python code makes of torch. It understands ``copy_``, ``fill_``, ``item``
+  and what only looks at tensors, and says when it saw anything else. Most loaders do nothing else, and it costs less.
 - :class:`CoverageMode` sees each operation of torch, whoever asked for it, and understands them all.
 
 Work that a loader does on other threads is invisible to both (torch keeps modes per thread).
@@ -226,12 +226,16 @@ _LOOKS: Final = frozenset(
     + [getattr(torch.Tensor, name).__get__ for name in _LOOKING_PROPERTIES]
 )
 _COPY: Final = torch.Tensor.copy_
+_FILLS: Final = frozenset((torch.Tensor.fill_, torch.Tensor.zero_))
+_VALUES: Final = frozenset(
+    getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+)
 #: In-place methods of tensors: ``add_``, ``__iadd__``, ``__setitem__``.
 _IN_PLACE: Final = re.compile(r"[^_]_$|^__i\w+__$|^__setitem__$")
 
 
 class CopyMode(TorchFunctionMode):
-    """Records copies while active, and whether there was anything else.
+    """Records copies and fills while active, and whether there was anything else.
 
     Parameters
     ----------
@@ -246,31 +250,39 @@ class CopyMode(TorchFunctionMode):
         self._written = written
         self._staged = staged
         self.read: set[str] = set()
-        #: False once something was called that this mode does not understand.
-        self.clear = True
+        #: The first function that this mode does not understand; empty while there was none.
+        self.other = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func is not _COPY or kwargs or len(args) != 2:
-            self._unclear(func, args)
-            return func(*args, **(kwargs or {}))
-        target, source = args
-        changed = self._staged.name_at(target)
-        if changed is not None:
-            raise _changed(changed, func)
-        name = self._staged.name_at(source)
+        if func is _COPY and len(args) == 2 and not kwargs:
+            self._write(func, args[0])
+            self._read(args[1])
+        elif func in _FILLS and not kwargs and not any(isinstance(value, torch.Tensor) for value in args[1:]):
+            self._write(func, args[0])
+        elif func in _VALUES:
+            self._read(args[0])
+        else:
+            name = getattr(func, "__name__", repr(func))
+            self.other = self.other or name
+            if args and isinstance(args[0], torch.Tensor) and _IN_PLACE.search(name):
+                self._refuse_staged(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        name = self._staged.name_at(tensor)
         if name is not None:
             self.read.add(name)
-        self._written.add(target)
-        return func(target, source)
 
-    def _unclear(self, func: Any, args: Any) -> None:
-        self.clear = False
-        if args and isinstance(args[0], torch.Tensor) and _IN_PLACE.search(getattr(func, "__name__", "")):
-            changed = self._staged.name_at(args[0])
-            if changed is not None:
-                raise _changed(changed, func)
+    def _write(self, func: Any, tensor: torch.Tensor) -> None:
+        self._refuse_staged(func, tensor)
+        self._written.add(tensor)
+
+    def _refuse_staged(self, func: Any, tensor: torch.Tensor) -> None:
+        changed = self._staged.name_at(tensor)
+        if changed is not None:
+            raise _changed(changed, func)
 
 
 class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

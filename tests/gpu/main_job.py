@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,17 +90,11 @@ def run(model: str, slot_mib: int, *, saver_states: bool) -> dict[str, Any]:
             again = trainer(server.url, model, *slots, "--version", "again", "--updates", "1", saver=True)
             report["compare"] = check(server, "compare")
             report["digests_equal_after_reset"] = again["digest"] == report["saver"]["digest"]
-            report["plain"] = trainer(server.url, model, *slots, "--stock", "3", "--race", "5", saver=False)
+            report["plain"] = trainer(server.url, model, *slots, "--stock", "3", saver=False)
             report["digests_equal_to_stock"] = report["plain"]["stock_digest"] == report["saver"]["digest"]
             if saver_states:
                 report["released"] = released(server, model, slots)
             report["log"] = server.tail(30)
-        with GpuServer(model, Path(root), args=("--enable-memory-saver",)) as server:
-            fresh = trainer(server.url, model, *slots, "--stock", "1", "--updates", "0", saver=False)
-            report["stock_on_fresh_engine"] = fresh["stock_seconds"]
-        with GpuServer(model, Path(root), args=("--enable-memory-saver",)) as server:
-            fresh = trainer(server.url, model, *slots, "--updates", "1", saver=False)
-            report["ours_on_fresh_engine"] = [fresh["updates"][0]["seconds"]]
     return report
 
 
@@ -144,15 +137,9 @@ def table(reports: list[dict[str, Any]]) -> str:
             "ours, trainer under the saver": [run["seconds"] for run in saver["updates"]],
             "ours, no saver, a lazy source": [plain["streamed_seconds"]],
             "one copy on the device": [plain["device_copy_seconds"]],
-            "stock, a fresh engine": report["stock_on_fresh_engine"],
-            "ours, a fresh engine": report["ours_on_fresh_engine"],
-            **{f"in turn: {way}": seconds for way, seconds in plain["race"].items()},
         }
         for way, seconds in rows.items():
             lines.append(f"{report['model']:6} {way:34} " + " ".join(f"{s:8.3f}" for s in seconds))
-        stock = statistics.median(plain["race"]["stock"])
-        ratios = {way: round(statistics.median(laps) / stock, 2) for way, laps in plain["race"].items()}
-        lines.append(f"       in turn, median to the median of stock: {json.dumps(ratios)}")
         last = saver["updates"][-1]
         mib = {key: value >> 20 for key, value in last.items() if isinstance(value, int)}
         lines += [
