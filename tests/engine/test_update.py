@@ -6,7 +6,9 @@ must hold after the update, by digest and by what it says.
 
 from __future__ import annotations
 
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from sglang_recv import Progress
 from support import models, weights
 from support.oracle import assert_differ, assert_same, greedy
 from support.pool import EnginePool
+from support.server import EngineServer
 
 # Every pair of (version, kind, TP) occurs; `make test-full` runs the rest.
 SUBSET = {
@@ -195,6 +198,39 @@ def test_one_call_updates_two_engines(engines: EnginePool, checkpoints: Path) ->
         client.update(own, "again")
 
     assert [weights.digests(server) for server in servers] == held
+
+
+@pytest.mark.parametrize("version", ["0.5.23", pytest.param("0.5.13", marks=pytest.mark.full)])
+def test_an_engine_that_spins_rests_while_an_update_has_it(version: str, checkpoints: Path) -> None:
+    own, other = (models.checkpoint("qwen3", seed, checkpoints) for seed in (0, 3))
+    tensors = models.tensors(other)
+    with (
+        EngineServer(version, own, receiver="vmm", spins=True) as server,
+        weights.client(server, slot_bytes=16_384) as client,
+    ):
+        (scheduler,) = server.pids()
+        before = greedy(server)
+        with client.open("rested") as session:
+            session.send(list(tensors.items())[:-1])
+            busy = _cpu_seconds(scheduler)
+            with ThreadPoolExecutor(1) as pool:
+                # The gate is closed: this request waits, and the engine must take it in and answer it all the same.
+                waiting = pool.submit(greedy, server)
+                with pytest.raises(TimeoutError):
+                    waiting.result(timeout=2.0)
+                busy = _cpu_seconds(scheduler) - busy
+                session.send(list(tensors.items())[-1:])
+                session.commit()
+                after = waiting.result(timeout=60)
+        assert_differ(after, before, "the waiting request got the new weights")
+        assert_same(greedy(server), after, "and so does the next one")
+        assert busy < 1.0, f"{busy:.2f} of 2 seconds of a processor, while nothing could run"
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far: fields 14 and 15 of proc(5)'s stat."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_an_idle_engine_that_sleeps_wakes_at_once(engines: EnginePool) -> None:

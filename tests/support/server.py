@@ -92,6 +92,8 @@ class EngineServer:
         Where the log goes; by default the server's own temporary folder, which ends with it.
     ready_within
         Seconds until ``/model_info`` must answer.
+    spins
+        Leave ``--sleep-on-idle`` out: an idle scheduler then keeps a core busy, as SGLang does unless told otherwise.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class EngineServer:
         entry: Entry = "launch_server",
         log_dir: Path | None = None,
         ready_within: float = READY_WITHIN,
+        spins: bool = False,
     ) -> None:
         self.version = version
         self.model = model
@@ -115,6 +118,7 @@ class EngineServer:
         self.receiver = receiver
         self.entry = entry
         self.ready_within = ready_within
+        self.spins = spins
         self._log_dir = log_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
@@ -184,7 +188,9 @@ class EngineServer:
             "serve": [str(python.parent / "sglang"), "serve"],
         }[self.entry]
         command = [*start, "--model-path", str(self.model), "--device", "cpu", "--host", "127.0.0.1"]
-        command += ["--port", str(self._port), "--max-total-tokens", "4096", "--skip-server-warmup", "--sleep-on-idle"]
+        command += ["--port", str(self._port), "--max-total-tokens", "4096", "--skip-server-warmup"]
+        if not self.spins:
+            command.append("--sleep-on-idle")
         if self.tp > 1:
             command += ["--tp", str(self.tp)]
         if self.receiver is not None:

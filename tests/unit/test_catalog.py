@@ -245,3 +245,4 @@ def test_a_committed_update_is_the_new_catalog() -> None:
     ]
     assert learned.missing([]) == ["model.embed_tokens.weight: missing", "model.layers.0.x: missing"]
     assert learned.skipped("lm_head.weight"), "facts about the model are kept"
+    assert learned.learn(reversed(sent)) is learned, "nothing new was learned"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -20,6 +20,7 @@ import torch
 
 from sglang_recv import WeightClient, manifest
 from sglang_recv.client import link as link_module
+from sglang_recv.client import staging as staging_module
 from sglang_recv.client.client import new_session_id
 from sglang_recv.client.link import RankLink, combined, wait
 from sglang_recv.client.select import Pair
@@ -38,9 +39,11 @@ from sglang_recv.errors import (
     RecvError,
     SessionAbortedError,
     SessionStateError,
+    StagingMemoryError,
     UnsupportedError,
     WeightsReleasedError,
 )
+from sglang_recv.memory import ExportableBuffer
 from sglang_recv.receiver import service as service_module
 from sglang_recv.wire import AbortCarrier, Aborted, Committed, Error, LoadCarrier, OpenCarrier, RankInfo
 from support.rank import PATIENCE, Engine, weights
@@ -175,8 +178,8 @@ def test_many_rounds_through_few_slots(one: Engine) -> None:
 
     def load(pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         for _, tensor in pairs:
-            assert torch.equal(tensor, tensor[:1].expand_as(tensor))
-            seen.append(tensor[0].item())
+            (value,) = set(tensor.tolist())
+            seen.append(value)
 
     model.load_weights = load  # type: ignore[method-assign]
     with client(one, slots=2) as sender:
@@ -457,7 +460,7 @@ def test_a_group_above_a_slot_travels_together(one: Engine) -> None:
     tensors = {Q_A: torch.ones(3 * SLOT // 4), KV_A: torch.ones(3 * SLOT // 4), "norm": weights(1.0)["norm"]}
     seen: list[list[str]] = []
     one.rank[0].host.model().load_weights = lambda pairs: seen.append(  # type: ignore[method-assign,assignment]
-        [name for name, tensor in pairs if tensor.sum()]
+        [name for name, tensor in pairs if any(tensor.tolist())]
     )
     with client(one) as sender:
         sender.update(iter(tensors.items()), "v1", kind="partial")
@@ -617,6 +620,51 @@ def test_a_second_session_is_refused_until_it_takes_over(one: Engine) -> None:
             second.update(weights(2.0), "v2")
         second.update(weights(2.0), "v2", takeover=True)
         check(one, 2.0, "v2")
+        with pytest.raises(SessionAbortedError, match="taken over by sender"):
+            session.commit()
+    check(one, 2.0, "v2")
+
+
+def _no_memory(device: torch.device, nbytes: int) -> NoReturn:
+    raise StagingMemoryError(f"no {nbytes} bytes on {device}", fix="free some")
+
+
+def test_staging_that_cannot_be_had_ends_the_session(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client(one) as sender:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging_module, "allocate", _no_memory)
+            with pytest.raises(StagingMemoryError, match=f"no {SLOT} bytes on cpu"):
+                sender.update(weights(1.0), "v1")
+        sender.update(weights(2.0), "v2")
+    check(one, 2.0, "v2")
+
+
+def test_a_refusal_says_more_than_a_lack_of_memory(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging is allocated while the ranks decide."""
+    with client(one) as first, client(one) as second, first.open("v1") as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging_module, "allocate", _no_memory)
+            with pytest.raises(BusyError, match=session.id[:8]):
+                second.update(weights(2.0), "v2")
+        session.send(weights(1.0))
+        session.commit()
+    check(one, 1.0, "v1")
+
+
+def test_whoever_takes_over_allocates_when_the_other_has_given_up(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client(one) as first, client(one) as second, contextlib.ExitStack() as stack:
+        session = stack.enter_context(first.open("v1"))
+        held: list[str] = []
+        allocate = staging_module.allocate
+
+        def note(device: torch.device, nbytes: int) -> ExportableBuffer:
+            held.append(second.status()[one.name][0].session)
+            return allocate(device, nbytes)
+
+        monkeypatch.setattr(staging_module, "allocate", note)
+        second.update(weights(2.0), "v2", takeover=True)
+        assert len(held) == 2
+        assert session.id not in held
         with pytest.raises(SessionAbortedError, match="taken over by sender"):
             session.commit()
     check(one, 2.0, "v2")
