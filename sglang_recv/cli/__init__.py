@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 from sglang_recv.errors import RecvError
 
@@ -19,12 +20,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("server_args", nargs="*", help="more arguments for SGLang's server, after --")
     status = commands.add_parser("status", help="what the ranks of an engine report")
     status.add_argument("engine", help="base URL of an SGLang server")
+    patch = commands.add_parser("patch", help="patches for slime: which one belongs to a checkout, and its text")
+    act = patch.add_mutually_exclusive_group(required=True)
+    act.add_argument("--check", metavar="DIR", type=Path, help="say which patch is applied to, or fits, a checkout")
+    act.add_argument("--show", metavar="NAME", help="print a patch, to be piped into git apply")
     options = parser.parse_args(arguments)
     try:
         if options.command == "demo":
             from sglang_recv.cli import demo as command
 
             return command.run(options.server_args)
+        if options.command == "patch":
+            from sglang_recv.cli import patch as patches
+
+            return patches.check(options.check) if options.check is not None else patches.show(options.show)
         from sglang_recv.client.client import WeightClient
 
         with WeightClient(options.engine) as client:

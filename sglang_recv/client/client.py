@@ -15,19 +15,16 @@ import torch
 import zmq
 
 from sglang_recv import identity, manifest
+from sglang_recv.client.choice import WEIGHTS_TAG, Situation, choose
 from sglang_recv.client.link import Heart, RankLink, greet, wait
 from sglang_recv.client.select import Ranks, Sender, pair
 from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport, check_pair
 from sglang_recv.client.target import HttpTarget, Target
 from sglang_recv.errors import (
-    REPAIR,
     DeadlineError,
     EngineLostError,
-    FullUpdateRequiredError,
-    ManifestError,
     RecvError,
     SessionStateError,
-    WeightsReleasedError,
 )
 from sglang_recv.memory import granularity
 from sglang_recv.wire import MAX_VERSION_CHARS, Checksum, ChecksumRequest, Open, RankTable, TensorSpec, Welcome
@@ -105,7 +102,7 @@ class WeightClient:
 
     def status(self) -> dict[str, list[Welcome]]:
         """State of every rank of every engine, by engine. Needs no pairing, but the engines' sockets."""
-        with self._links("all", check=False) as links:
+        with self._links("all") as links:
             found: dict[str, list[Welcome]] = {}
             for link in links:
                 assert link.welcome is not None
@@ -114,7 +111,7 @@ class WeightClient:
 
     def checksum(self) -> dict[str, list[Checksum]]:
         """Digests of what every rank of every engine really holds, by engine."""
-        with self._links("all", check=False) as links:
+        with self._links("all") as links:
             for link in links:
                 link.send(ChecksumRequest(secrets.token_hex(8)))
             wait(links, lambda link: link.checksum is not None, "checksum", self._deadline)
@@ -131,6 +128,7 @@ class WeightClient:
         *,
         kind: str = "full",
         pause: str = "caller",
+        resume_weights: bool = False,
         flush_cache: bool = True,
         takeover: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
@@ -149,6 +147,9 @@ class WeightClient:
         pause
             ``caller``: the engines are idle or paused already. ``abort``, ``retract``, ``in_place``: pause them with
             SGLang's mode of that name, and continue them afterwards, whatever happens.
+        resume_weights
+            Where the memory saver has released the weights, resume them first (by SGLang's call, with the tag
+            ``weights``) instead of failing with WEIGHTS_RELEASED. They stay resumed.
         flush_cache
             Drop KV that the old weights computed.
         takeover
@@ -167,6 +168,7 @@ class WeightClient:
             kind=kind,
             specs=None if known is None else _specs(known),
             pause=pause,
+            resume_weights=resume_weights,
             flush_cache=flush_cache,
             takeover=takeover,
             on_progress=on_progress,
@@ -184,6 +186,7 @@ class WeightClient:
         session_id: str | None = None,
         coordinator: bool = True,
         pause: str = "caller",
+        resume_weights: bool = False,
         flush_cache: bool = True,
         takeover: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
@@ -197,6 +200,7 @@ class WeightClient:
         session_id, coordinator
             With several senders, one makes the id by :func:`new_session_id` and is the coordinator; the others pass the
             same id and ``coordinator=False``. Every rank must be fed by exactly one sender.
+            Only the coordinator resumes weights, before the others may open.
         """
         self._check_usable()
         # isprintable is False for a lone surrogate, which no message can carry.
@@ -211,7 +215,7 @@ class WeightClient:
         resume: list[Target] = []
         with contextlib.ExitStack() as undo:
             undo.push(functools.partial(self._resume, resume))
-            links = undo.enter_context(self._links(self._ranks, check=True, kind=kind))
+            links = undo.enter_context(self._links(self._ranks, kind, resume=resume_weights and coordinator))
             welcomes = [link.welcome for link in links if link.welcome is not None]
             lease = min(welcome.lease_seconds for welcome in welcomes)
             slot_bytes, peak = self._sizes(links, specs, welcomes[0].groups)
@@ -288,17 +292,52 @@ class WeightClient:
                 logger.warning("generation could not be continued: %s", error)
 
     @contextlib.contextmanager
-    def _links(self, ranks: Ranks, *, check: bool, kind: str = "") -> Iterator[list[RankLink]]:
-        """Discover, pair, connect and greet; with ``check``, refuse engines that cannot take an update of ``kind``."""
+    def _links(self, ranks: Ranks, kind: str | None = None, *, resume: bool = False) -> Iterator[list[RankLink]]:
+        """Discover, pair, connect and greet; with ``kind``, refuse engines that cannot take such an update."""
         self._check_usable()
         links = self._connect(ranks)
         try:
-            if check:
-                _raise_all([error for link in links for error in _refusals(link, kind)])
+            if kind is not None:
+                asleep = self._check(links, kind, resume)
+                for target in self._targets:
+                    if target.name in asleep:
+                        target.resume_memory((WEIGHTS_TAG,), self._deadline)
+                if asleep:
+                    for link in links:
+                        link.close()
+                    links = self._connect(ranks)
+                    self._check(links, kind, False)
             yield links
         finally:
             for link in links:
                 link.close()
+
+    def _check(self, links: Sequence[RankLink], kind: str, resume: bool) -> set[str]:
+        """Refuse what the ranks' states forbid, all at once; the engines whose weights are to be resumed first."""
+        asleep, problems = set(), []
+        for link in links:
+            welcome = link.welcome
+            assert welcome is not None
+            situation = Situation(
+                self._mode,
+                welcome.mode,
+                "same device",
+                torch.device(link.device).type,
+                kind,
+                released=welcome.memory_saver.released,
+                cpu_backup=welcome.memory_saver.weights_cpu_backup,
+                full_required=welcome.full_required,
+                state=f"{welcome.weights_state}: {welcome.weights_reason}" if welcome.full_required else "",
+                resume=resume,
+                engine_saver=welcome.memory_saver.enabled,
+            )
+            try:
+                if choose(situation, link.name).resume_first:
+                    asleep.add(link.engine)
+            except RecvError as error:
+                problems.append(error)
+        _raise_all(problems)
+        return asleep
 
     def _connect(self, ranks: Ranks) -> list[RankLink]:
         """Links to all wanted ranks. An engine that was restarted since the last time is discovered again."""
@@ -386,24 +425,6 @@ def _sender() -> Sender:
             devices[identity.device_id(torch.device("cuda", index))] = f"cuda:{index}"
         current = identity.device_id(torch.device("cuda", torch.cuda.current_device()))
     return Sender(identity.boot_id(), devices, current, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-
-
-def _refusals(link: RankLink, kind: str) -> Iterator[RecvError]:
-    """What a rank's Welcome says against an update, before anything is opened."""
-    welcome = link.welcome
-    assert welcome is not None
-    if "weights" in welcome.memory_saver.released:
-        yield WeightsReleasedError(
-            f"{link.name}: the memory saver has released its weights",
-            fix="resume them first: POST /resume_memory_occupation with tags ['weights']",
-        )
-    if welcome.full_required and kind != "full":
-        yield FullUpdateRequiredError(
-            f"{link.name}: weights are {welcome.weights_state}: {welcome.weights_reason}",
-            fix=REPAIR,
-        )
-    if kind not in manifest.KINDS:
-        yield ManifestError(f"kind {kind!r}", fix=f"use one of {', '.join(manifest.KINDS)}")
 
 
 def _raise_all(problems: Sequence[RecvError]) -> None:

@@ -1,15 +1,15 @@
-"""Which mode serves which rank, from which device: a pure function of what both sides report."""
+"""Which ranks a sender feeds, from which device: by device and host, never by ordinal."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_recv.errors import DeviceMismatchError, UnsupportedError
+from sglang_recv.client.choice import Place, Situation, choose
+from sglang_recv.errors import DeviceMismatchError
 from sglang_recv.wire import RankInfo, RankTable
-
-MODES = ("auto", "vmm", "nccl")
 
 #: Which ranks this sender feeds: every rank, those on its current device, or a list.
 Ranks = Literal["all", "local"] | Sequence[int]
@@ -40,21 +40,11 @@ def pair(mode: str, engine: str, table: RankTable, sender: Sender, ranks: Ranks)
 
     Raises
     ------
-    UnsupportedError
+    ReceiverOffError, UnsupportedError
         For a mode that is not built or not offered by the engine.
     DeviceMismatchError
         When a rank that is to be fed is on no device of this process, with both sides' devices.
     """
-    if mode not in MODES:
-        raise UnsupportedError(f"mode {mode!r}", fix=f"use one of {', '.join(MODES)}")
-    if mode == "nccl":
-        raise UnsupportedError(
-            "mode 'nccl': sending by broadcast is not built yet", fix="use mode='vmm' on the engine's own GPU"
-        )
-    if table.mode != "vmm":
-        raise UnsupportedError(
-            f"engine {engine} offers {table.mode!r}, not 'vmm'", fix="start it with --weight-receiver vmm"
-        )
     if isinstance(ranks, str) and ranks not in ("all", "local"):
         raise DeviceMismatchError(f"ranks={ranks!r}", fix="use 'all', 'local' or a list of ranks")
     wanted = [rank for rank in table.ranks if _wanted(rank, sender, ranks)]
@@ -64,16 +54,20 @@ def pair(mode: str, engine: str, table: RankTable, sender: Sender, ranks: Ranks)
             raise DeviceMismatchError(
                 f"engine {engine} has ranks 0 to {len(table.ranks) - 1}, not {unknown}", fix="correct ranks="
             )
+    if not wanted:  # a mode that cannot be had anywhere is the better reason
+        with contextlib.suppress(DeviceMismatchError):
+            choose(situation(mode, table, table.ranks[0], sender), f"engine {engine}")
     pairs, lost = [], []
     for rank in wanted:
-        device = _device(rank, sender)
-        if device is None:
+        try:
+            choose(situation(mode, table, rank, sender), f"engine {engine} rank {rank.rank}")
+        except DeviceMismatchError:
             lost.append(
                 f"rank {rank.rank} is on {rank.device} (host {rank.boot_id[:8]}, CUDA_VISIBLE_DEVICES="
                 f"{rank.visible_devices!r})"
             )
         else:
-            pairs.append(Pair(rank, device))
+            pairs.append(Pair(rank, _device(rank, sender) or ""))
     if lost or not pairs:
         if not wanted:
             lost = [f"rank {r.rank} is on {r.device} (host {r.boot_id[:8]})" for r in table.ranks]
@@ -105,3 +99,11 @@ def _device(rank: RankInfo, sender: Sender) -> str | None:
     if rank.device.startswith("cpu:"):
         return "cpu"
     return sender.devices.get(rank.device)
+
+
+def situation(mode: str, table: RankTable, rank: RankInfo, sender: Sender) -> Situation:
+    """What is known of a rank before it is asked for its state."""
+    place: Place = "same host" if rank.boot_id == sender.boot_id else "other host"
+    if _device(rank, sender) is not None:
+        place = "same device"
+    return Situation(mode, table.mode, place, "cpu" if rank.device.startswith("cpu:") else "cuda")

@@ -125,6 +125,7 @@ class Session:
         self._rounds = 0
         self._nbytes = 0
         self._sent = 0
+        self._finished = False
         self._closed = False
         self._pid = os.getpid()
         self.report: UpdateReport | None = None
@@ -162,6 +163,8 @@ class Session:
             When a rank refuses or fails; the session is over then.
         """
         self._check_open()
+        if self._finished:
+            raise SessionStateError(f"session {self.id[:8]} is finished", fix="send everything before finish()")
         mode = _get_current_dispatch_mode()
         if mode is not None:
             raise UnsupportedError(
@@ -178,6 +181,35 @@ class Session:
             self.abort(f"{type(error).__name__} while sending")
             raise
 
+    def finish(self) -> None:
+        """Send what is still waiting, and return once every rank has read everything and the update is complete.
+
+        :meth:`commit` does it where it was not called. Several senders call it to agree among themselves before one of
+        them commits: until then leaving the session still aborts it.
+
+        Raises
+        ------
+        ManifestError
+            When the update is not complete.
+        RecvError
+            When a rank refuses or fails; the session is over then.
+        """
+        self._check_open()
+        if self._finished:
+            return
+        try:
+            with self._phase("finish"):
+                for key in list(self._held):
+                    self._release_group(key)
+                self._flush_bucket()
+                for link in self._links:
+                    link.send(Finish(self.id, self._rounds))
+                self._wait(lambda link: link.prepared or link.committed, "finish")
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} while finishing")
+            raise
+        self._finished = True
+
     def commit(self) -> UpdateReport:
         """Make the engines serve the new weights under the new version.
 
@@ -191,15 +223,8 @@ class Session:
         CommitError
             When an engine refused, with the outcome of each engine.
         """
-        self._check_open()
+        self.finish()
         try:
-            with self._phase("finish"):
-                for key in list(self._held):
-                    self._release_group(key)
-                self._flush_bucket()
-                for link in self._links:
-                    link.send(Finish(self.id, self._rounds))
-                self._wait(lambda link: link.prepared or link.committed, "finish")
             with self._phase("commit"):
                 self._commit_all()
         except BaseException as error:

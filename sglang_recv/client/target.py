@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -52,6 +53,9 @@ class Target(Protocol):
 
     def resume(self, timeout: float) -> None:
         """SGLang's continue_generation."""
+
+    def resume_memory(self, tags: Sequence[str], timeout: float) -> None:
+        """SGLang's resume_memory_occupation."""
 
 
 def table_of(info: dict[str, Any], name: str) -> RankTable:
@@ -135,6 +139,14 @@ class HttpTarget:
         """See :class:`Target`."""
         self._must("/continue_generation", {}, timeout)
 
+    def resume_memory(self, tags: Sequence[str], timeout: float) -> None:
+        """See :class:`Target`."""
+        self._must("/resume_memory_occupation", {"tags": list(tags)}, timeout)
+
+    def set_version(self, version: str, timeout: float) -> None:
+        """Let the engine report another weight version, whatever its weights are. Requests go on."""
+        self._must("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
+
     def _must(self, path: str, body: dict[str, Any], timeout: float) -> None:
         status, answer = self._call(path, body, timeout)
         if status != 200:
@@ -207,6 +219,10 @@ class EngineTarget:
     def resume(self, timeout: float) -> None:
         """See :class:`Target`."""
         raise _no_pause(self.name)
+
+    def resume_memory(self, tags: Sequence[str], timeout: float) -> None:
+        """See :class:`Target`."""
+        self._engine.resume_memory_occupation(tags=list(tags))
 
 
 def _no_pause(name: str) -> RecvError:

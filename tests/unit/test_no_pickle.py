@@ -27,6 +27,7 @@ LAYERS = {
     "errors": set(),
     "fds": {"errors"},
     "identity": {"errors"},
+    "collective": set(),
     "wire": {"errors"},
     "manifest": {"errors", "wire"},
     "fdpass": {"errors", "fds"},

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang_recv.client.select import MODES, Pair, Sender, pair
+from sglang_recv.client.choice import MODES
+from sglang_recv.client.select import Pair, Sender, pair
 from sglang_recv.errors import DeviceMismatchError, UnsupportedError
 from sglang_recv.wire import RankInfo, RankTable
 
@@ -60,10 +61,12 @@ def test_unknown_modes_are_refused(mode: str) -> None:
 
 
 def test_broadcast_is_refused_on_either_side() -> None:
-    with pytest.raises(UnsupportedError, match="not built yet") as caught:
+    with pytest.raises(UnsupportedError, match="refuses two ranks on one device.*engine e rank 0 is on") as caught:
         pair("nccl", "e", TWO, SENDER, "all")
-    assert "vmm" in caught.value.fix
-    with pytest.raises(UnsupportedError, match="engine e offers 'nccl', not 'vmm'"):
+    assert "'vmm' or 'auto'" in caught.value.fix
+    with pytest.raises(UnsupportedError, match="not built yet"):
+        pair("nccl", "e", TWO, Sender(HOST, {}, "cpu", ""), "local")
+    with pytest.raises(UnsupportedError, match="engine e rank 0 offers 'nccl', not 'vmm'"):
         pair("auto", "e", table(*TWO.ranks, mode="nccl"), SENDER, "all")
 
 

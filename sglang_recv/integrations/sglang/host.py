@@ -22,6 +22,7 @@ from sglang.version import __version__ as sglang_version
 
 from sglang_recv import wire
 from sglang_recv.channel import Wakeup
+from sglang_recv.collective import gather_bytes
 from sglang_recv.receiver.catalog import LOADED_TOGETHER
 from sglang_recv.wire import Carrier, MemorySaver
 
@@ -157,15 +158,7 @@ class SGLangHost:
 
     def share(self, mine: bytes) -> list[bytes]:
         """Give every rank the bytes of all ranks, in order of rank. A collective."""
-        if self.ranks == 1:
-            return [mine]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64), group=self._group)
-        longest = int(torch.cat(sizes).max())
-        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(parts, padded, group=self._group)
-        return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
+        return gather_bytes(mine, self._group)
 
     def inject(self, carrier: Carrier) -> None:
         """See Host. Any thread."""
