@@ -48,8 +48,8 @@ class Run:
         return [(self.engine(version).url, *place) for version, place in PLACES.items()]
 
     def trainers(self, count: int = 4, **env: str) -> Trainers:
-        """Train ranks on this host, which find the engines' sockets."""
-        return Trainers(count, socket_dir=self.engine("0.5.23").socket_dir, env=env)
+        """Train ranks of this run."""
+        return Trainers(count, env)
 
     def versions(self) -> list[str]:
         """What both engines report."""

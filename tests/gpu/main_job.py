@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,16 @@ def preload() -> str:
 
 def trainer(url: str, model: str, *args: str, saver: bool) -> dict[str, Any]:
     """Run a trainer process to its end and return its report."""
+    return run_trainer(TRAINER, [url, model, *args, *(("--saver",) if saver else ())], saver=saver)
+
+
+def run_trainer(script: Path, args: Sequence[str], *, saver: bool) -> dict[str, Any]:
+    """Run a trainer script to its end, with ``saver`` under the memory saver's preload as slime does, and return the
+    JSON object of its last line."""
     environment = dict(os.environ)
-    command = [sys.executable, str(TRAINER), url, model, *args]
+    command = [sys.executable, str(script), *args]
     if saver:
         environment |= {"LD_PRELOAD": preload(), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
-        command.append("--saver")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     if done.returncode:
         raise RuntimeError(f"the trainer exited {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -86,7 +86,7 @@ class EngineActor:
         request = urllib.request.Request(
             f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=300) as response:
             return response.read().decode()
 
     def get_url(self) -> str:

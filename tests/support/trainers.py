@@ -21,7 +21,7 @@ REPLY_WITHIN = 120.0
 class Trainers:
     """``with Trainers(4) as ranks`` starts them; :meth:`ask` sends one command to all and returns their answers."""
 
-    def __init__(self, count: int, *, socket_dir: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, count: int, env: Mapping[str, str] | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -32,7 +32,6 @@ class Trainers:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(count),
-            "SGLANG_RECV_DIR": str(socket_dir),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             **({"SLIME_SRC": os.environ["SLIME_SRC"]} if "SLIME_SRC" in os.environ else {}),
