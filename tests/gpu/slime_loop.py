@@ -43,7 +43,8 @@ def table(report: dict[str, Any]) -> str:
             f"  step {step['step']}: version {step['version']}, {step['tensors equal']} of {step['tensors expected']} "
             f"tensors as the trainer expects, loss {step['loss']:.4g}, tokens {step['tokens']}"
         )
-    lines.append(f"  stock: {json.dumps(report['stock'])}")
+    lines.append(f"  as reported, stock: {json.dumps(report['stock'])}")
+    lines.append(f"  as reported, ours: {json.dumps(report['reported'])}")
     return "\n".join(lines)
 
 

@@ -62,10 +62,15 @@ def clear() -> None:
 
 
 class Chunks:
-    """As slime's iterator: from the backup in host memory to the device, bucket by bucket."""
+    """As slime's iterator: from the backup in host memory to the device, bucket by bucket.
+
+    With ``threaded``, as a converter that works on a thread of its own: there disable() does not hold, so that torch's
+    CUDA IPC refuses what it makes.
+    """
 
     def __init__(self) -> None:
         self.peak = 0
+        self.threaded = False
 
     def get_hf_weight_chunks(
         self, megatron_local_weights: Mapping[str, torch.Tensor], param_info_buckets: object = None
@@ -79,8 +84,10 @@ class Chunks:
         yield self._on_device(chunk)
 
     def _on_device(self, chunk: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        # A converter that works on a thread of its own, where torch's CUDA IPC fails every time.
-        moved: list[tuple[str, torch.Tensor]] = on_thread(lambda: [(n, t.cuda()) for n, t in chunk.items()])
+        def move() -> list[tuple[str, torch.Tensor]]:
+            return [(name, tensor.cuda()) for name, tensor in chunk.items()]
+
+        moved: list[tuple[str, torch.Tensor]] = on_thread(move) if self.threaded else move()
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         self.peak = max(self.peak, (total - free) >> 20)
@@ -123,6 +130,18 @@ def expected(weights: Mapping[str, torch.Tensor], tied: bool) -> dict[str, str]:
     return {name: digest(torch.cat([part.cuda() for part in parts])) for name, parts in found.items()}
 
 
+def compared(url: str, wanted: Mapping[str, str]) -> dict[str, Any]:
+    """What the engine holds, beside what it should."""
+    with WeightClient(url) as client:
+        held = client.checksum()[url][0].tensors
+        version = client.status()[url][0].weight_version
+    return {
+        "version": version,
+        "tensors equal": sum(held.get(name) == value for name, value in wanted.items()),
+        "tensors expected": len(wanted),
+    }
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
@@ -161,9 +180,22 @@ def main() -> None:
         quantization_config=None,
     )
     updater.connect_rollout_engines([ActorHandle(engine)], None, [1], [0])
-    torch_memory_saver.pause()
-    used("trainer paused")
     report: dict[str, Any] = {"tensors": len(parameters), "bytes": sum(p.nbytes for p in parameters.values())}
+    tied = shapes.SHAPES[options.model].tied
+
+    # What was reported: the trainer is awake, and what it sends is memory of the saver.
+    engine._post("resume_memory_occupation", {"tags": ["weights"]})
+    for name, parameter in parameters.items():
+        backup[name].copy_(parameter.detach())
+    chunks.threaded = True
+    with torch_memory_saver.disable():
+        report["stock"] = stock_failure(next(chunks.get_hf_weight_chunks(backup)))
+        updater.update_weights()
+    chunks.threaded = False
+    report["reported"] = compared(options.url, expected(backup, tied))
+    engine._post("release_memory_occupation", {"tags": ["weights"]})
+    clear()
+    torch_memory_saver.pause()
     steps = []
     for number in range(1, options.steps + 1):
         _memory.clear()
@@ -173,13 +205,13 @@ def main() -> None:
         for parameter in parameters.values():
             part = (parameter.float() ** 2).sum() / 2
             part.backward()
-            loss += float(part)
+            loss += float(part.detach())
         used("after backward")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for name, parameter in parameters.items():
             backup[name].copy_(parameter.detach())
-        wanted = expected(backup, shapes.SHAPES[options.model].tied)
+        wanted = expected(backup, tied)
         clear()
         torch_memory_saver.pause()
         used("trainer paused")
@@ -188,12 +220,6 @@ def main() -> None:
         chunks.peak = 0
         started = time.monotonic()
         with torch_memory_saver.disable():
-            if number == 1:
-                first = next(chunks.get_hf_weight_chunks(backup))
-                report["stock"] = stock_failure(first)
-                del first
-                clear()
-                started = time.monotonic()
             updater.update_weights()
         seconds = time.monotonic() - started
         _memory["update, peak"] = chunks.peak
@@ -201,9 +227,7 @@ def main() -> None:
         used("updated")
         engine._post("resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         used("engine KV resumed")
-        with WeightClient(options.url) as client:
-            held = client.checksum()[options.url][0].tensors
-            version = client.status()[options.url][0].weight_version
+        shown = compared(options.url, wanted)
         answer = json.loads(engine._post("generate", {
             "input_ids": [1, 2, 3, 4], "sampling_params": {"max_new_tokens": 4, "temperature": 0},
         }))  # fmt: skip
@@ -213,9 +237,7 @@ def main() -> None:
                 "step": number,
                 "loss": loss,
                 "seconds": seconds,
-                "version": version,
-                "tensors equal": sum(held.get(name) == value for name, value in wanted.items()),
-                "tensors expected": len(wanted),
+                **shown,
                 "tokens": answer["output_ids"],
                 "memory_mib": dict(_memory),
             }
