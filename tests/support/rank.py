@@ -11,7 +11,7 @@ import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,6 +300,13 @@ class Engine:
     def resume(self, timeout: float) -> None:
         """See Target."""
         self.calls.append("resume")
+
+    def resume_memory(self, tags: Sequence[str], timeout: float) -> None:
+        """See Target: of an engine that keeps no CPU backup of its weights."""
+        self.calls.append(f"resume {', '.join(tags)}")
+        for rank in self.rank:
+            rank.host.released = tuple(tag for tag in rank.host.released if tag not in tags)
+            rank.side.resumed_without_backup()
 
     # --- end ---------------------------------------------------------------------------------------------------------
 

@@ -314,6 +314,59 @@ def test_what_cannot_be_paired_is_refused(one: Engine, kwargs: dict[str, Any], e
     assert one.carriers == []
 
 
+def test_released_weights_are_resumed_first_when_the_caller_says_so(two: Engine) -> None:
+    with client(two) as sender:
+        for rank in two.rank:
+            rank.host.released = ("kv_cache", "weights")
+        with pytest.raises(FullUpdateRequiredError, match="no CPU backup"):
+            sender.update({"norm": weights(1.0)["norm"]}, "v1", kind="partial", resume_weights=True)
+        with pytest.raises(WeightsReleasedError, match="resume_weights=True"):
+            sender.update(weights(1.0), "v1")
+        with pytest.raises(WeightsReleasedError), sender.open("v1", coordinator=False, resume_weights=True):
+            pass
+        assert two.calls == [], "what is refused has resumed nothing"
+        sender.update(weights(1.0), "v1", resume_weights=True)
+    assert two.calls == ["resume weights"]
+    assert [rank.host.released for rank in two.rank] == [("kv_cache",)] * 2
+    check(two, 1.0, "v1")
+
+
+def test_finish_says_that_everything_is_there_before_anyone_commits(two: Engine) -> None:
+    with client(two, ranks=[0]) as first, client(two, ranks=[1]) as second, ThreadPoolExecutor(2) as pool:
+        meeting = new_session_id()
+
+        def send(sender: WeightClient, coordinator: bool, value: float) -> contextlib.ExitStack:
+            stack = contextlib.ExitStack()
+            session = stack.enter_context(sender.open("v1", session_id=meeting, coordinator=coordinator))
+            session.send(weights(value))
+            session.finish()
+            session.finish()
+            with pytest.raises(SessionStateError, match="is finished"):
+                session.send({"norm": weights(value)["norm"]})
+            kept.append(session)
+            return stack
+
+        kept: list[Session] = []
+        stacks = [pool.submit(send, first, True, 1.0), pool.submit(send, second, False, 1.0)]
+        with contextlib.ExitStack() as opened:
+            for stack in stacks:
+                opened.enter_context(stack.result(30))
+            assert two.states() == {("ready", "v0")}, "nothing was committed"
+            reports = [pool.submit(session.commit) for session in kept]
+            assert {report.result(30).version for report in reports} == {"v1"}
+    check(two, 1.0, "v1")
+
+
+def test_leaving_after_finish_aborts(one: Engine) -> None:
+    with client(one) as sender:
+        with sender.open("v1") as session:
+            session.send(weights(1.0))
+            session.finish()
+        assert {state for state, _ in one.states()} == {"poisoned"}
+        sender.update(weights(2.0), "v2")
+    check(one, 2.0, "v2")
+
+
 def test_what_a_welcome_says_against_an_update_is_raised(two: Engine) -> None:
     with client(two) as sender:
         with pytest.raises(ManifestError, match="2 problems, the first: .* rank 0: kind 'delta'") as caught:
