@@ -174,6 +174,22 @@ def test_a_mixed_run_switches_all_versions_at_the_end(run: Run) -> None:
         assert run.versions() == ["3", "3"]
 
 
+def test_routed_experts_come_after_the_rest_and_differ_by_rank(run: Run) -> None:
+    """slime sends each rank the experts of its engine rank, in batches of its own, some of them empty."""
+    names = sorted(name for name in models.tensors(run.seed(1)) if ".mlp." in name)
+    with run.trainers() as ranks:
+        if not ranks.ready[0]["experts"]:
+            pytest.skip("the slime that SLIME_SRC names has no expert routing")
+        batches = [names[:3], names[3:]]
+        fine(ranks.ask(connect=run.layout, experts=batches, update=str(run.seed(2))), 1)
+        assert run.versions() == ["1", "1"]
+        run.follow(2, "with routed tensors")
+        failed = error_of(ranks.ask(update=str(run.seed(1)), experts=[names[:3], names[2:]]), 1)  # one twice
+        assert failed["code"] == "MANIFEST"
+        fine(ranks.ask(update=str(run.seed(1)), experts=batches), 2)
+        run.follow(1, "repaired")
+
+
 def test_nccl_is_refused_before_anything_is_sent(run: Run) -> None:
     before = [weights.digests(run.engine(version)) for version in PLACES]
     with run.trainers(SGLANG_RECV_WEIGHT_RECEIVER="nccl") as ranks:

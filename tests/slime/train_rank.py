@@ -25,7 +25,6 @@ HOLLOW = (
     "slime.backends.megatron_utils.sglang",
     "slime.backends.megatron_utils.megatron_to_hf",
     "slime.backends.megatron_utils.update_weight.common",
-    "slime.utils.accelerator",
     "slime.utils.http_utils",
     "slime.utils.misc",
 )
@@ -56,6 +55,9 @@ def find_slime(source: str | None) -> None:
     mpu.get_data_parallel_rank = lambda with_context_parallel: dist.get_rank()  # type: ignore[attr-defined]
     mpu.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
     mpu.get_pipeline_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
+    accelerator = sys.modules["slime.utils.accelerator"] = types.ModuleType("slime.utils.accelerator")
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        setattr(accelerator, name, lambda: None)
     # Packages without their __init__, which would import Megatron and SGLang.
     for name in ("slime.backends", "slime.backends.megatron_utils"):
         package = sys.modules[name] = types.ModuleType(name)
@@ -117,6 +119,8 @@ class Iterator_:
         self, megatron_local_weights: Mapping[str, torch.Tensor], param_info_buckets: object = None
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         names = list(megatron_local_weights)
+        if isinstance(param_info_buckets, _Rest):
+            names = param_info_buckets.of(megatron_local_weights)
         for number, start in enumerate(range(0, len(names), self.chunk)):
             dist.all_reduce(torch.zeros(1), group=distributed_utils.get_gloo_group())
             tensors = [(name, megatron_local_weights[name].clone()) for name in names[start : start + self.chunk]]
@@ -130,6 +134,28 @@ class Iterator_:
                 case "die":
                     os._exit(9)
             yield tensors
+
+
+def route(updater: Any, batches: list[list[str]], rank: int) -> None:
+    """Let these names travel as slime's routed experts: after the others, and on each rank in batches of its own."""
+    routed = {name for batch in batches for name in batch}
+    mine = list(reversed(batches)) if rank % 2 else [*batches[:1], [], *batches[1:]]
+    longest = len(batches) + 1
+    mine += [[]] * (longest - len(mine))  # every rank reaches the barrier after each batch
+    updater._expert_transfer_plan = [mine[:1], mine[1:]]
+    updater._non_expert_param_info_buckets = _Rest(routed)
+    updater._prepare_expert_weight_batch = lambda batch, weights, buffers: [(n, weights[n].clone()) for n in batch]
+
+
+class _Rest:
+    """The names that are not routed, once the weights are known."""
+
+    def __init__(self, routed: set[str]) -> None:
+        self._routed = routed
+
+    def of(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """In the weights' own order."""
+        return [name for name in weights if name not in self._routed]
 
 
 def load(path: str) -> dict[str, torch.Tensor]:
@@ -168,7 +194,8 @@ def main() -> None:
             engine.update_weights_from_distributed.remote([n for n, _ in tensors], str(version)) for engine in engines
         ]
     calls: list[str] = []
-    print(json.dumps({"ready": rank, "slime": stock.__file__}), flush=True)
+    ready = {"ready": rank, "slime": stock.__file__, "experts": hasattr(updater, "_full_param_info_buckets")}
+    print(json.dumps(ready), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, Any] = {}
@@ -182,6 +209,8 @@ def main() -> None:
                     engine_gpu_counts=[count for _, _, count in command["connect"]],
                     engine_gpu_offsets=[offset for _, offset, _ in command["connect"]],
                 )
+            if "experts" in command:
+                route(updater, command["experts"], rank)
             if "update" in command:
                 weights.clear()
                 weights.update(load(command["update"]))

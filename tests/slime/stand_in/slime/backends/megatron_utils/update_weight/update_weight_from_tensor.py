@@ -2,6 +2,8 @@
 
 import torch.distributed as dist
 
+from slime.utils.distributed_utils import get_gloo_group
+
 from .hf_weight_iterator_base import HfWeightIteratorBase
 
 
@@ -26,6 +28,9 @@ class UpdateWeightFromTensor:
             args=args, model=model, model_name=model_name, quantization_config=quantization_config
         )
         self._model_update_groups = None
+        self._full_param_info_buckets = None
+        self._non_expert_param_info_buckets = None
+        self._expert_transfer_plan = []
 
     def connect_rollout_engines(
         self, rollout_engines, rollout_engine_lock, engine_gpu_counts=None, engine_gpu_offsets=None
@@ -43,6 +48,14 @@ class UpdateWeightFromTensor:
             self.distributed_rollout_engines = rollout_engines[colocated:]
             self._is_distributed_src_rank = dist.get_rank() == 0
             self._group_name = "slime"
+
+    def _update_expert_weights(self, megatron_local_weights):
+        dist.barrier(group=get_gloo_group())
+        for group in self._expert_transfer_plan:
+            for batch in group:
+                tensors = self._prepare_expert_weight_batch(batch, megatron_local_weights, {})
+                self._send_hf_params(tensors)
+                dist.barrier(group=get_gloo_group())
 
     def pop_metrics(self):
         """As slime's."""
