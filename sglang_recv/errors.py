@@ -54,8 +54,9 @@ class RecvError(Exception):
 
     code: ClassVar[str] = "ERROR"
 
-    def __init__(self, message: str, *, fix: str, details: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, fix: str, details: tuple[str, ...] = ()) -> None:
+        # All of them in ``args``, from which pickle rebuilds an exception: Ray carries errors to the driver by it.
+        super().__init__(message, fix, details)
         self.message = message
         self.fix = fix
         self.details = tuple(details)
