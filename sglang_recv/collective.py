@@ -17,7 +17,24 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64), group=group)
     longest = max(1, int(torch.cat(sizes).max()))
-    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(parts, padded, group=group)
-    return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
+    # bytearrays that tensors look into, and not the other way round: torch makes bytes one item at a time.
+    parts = [bytearray(longest) for _ in range(ranks)]
+    dist.all_gather([_tensor(part) for part in parts], _tensor(bytearray(mine.ljust(longest, b"\0"))), group=group)
+    return [bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_bytes(mine: bytes, group: dist.ProcessGroup) -> bytes:
+    """Give every rank the bytes of the group's first rank. A collective, as :func:`gather_bytes`."""
+    if dist.get_world_size(group) == 1:
+        return mine
+    source = dist.get_global_rank(group, 0)
+    size = torch.tensor([len(mine)], dtype=torch.int64)
+    dist.broadcast(size, source, group=group)
+    data = bytearray(mine if dist.get_rank(group) == 0 else bytes(int(size)))
+    if data:
+        dist.broadcast(_tensor(data), source, group=group)
+    return bytes(data)
+
+
+def _tensor(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)

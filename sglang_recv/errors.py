@@ -89,7 +89,7 @@ class BadMessageError(RecvError):
 
 
 class LimitError(RecvError):
-    """A size or a count above the limit that docs/protocol.md states."""
+    """A size or a count above the limit that docs/wire.md states."""
 
     code = "LIMIT"
 

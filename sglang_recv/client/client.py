@@ -330,6 +330,7 @@ class WeightClient:
                 state=f"{welcome.weights_state}: {welcome.weights_reason}" if welcome.full_required else "",
                 resume=resume,
                 engine_saver=welcome.memory_saver.enabled,
+                trainer_saver=os.environ.get("TMS_INIT_ENABLE") == "1",  # as slime starts train ranks
             )
             try:
                 if choose(situation, link.name).resume_first:

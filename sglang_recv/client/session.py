@@ -145,6 +145,12 @@ class Session:
             self.abort("open failed")
             raise
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a staging slot: what one round holds, unless it is a single tensor that is larger."""
+        assert self._staging is not None
+        return self._staging.slot_bytes
+
     # --- public ------------------------------------------------------------------------------------------------------
 
     def send(self, named_tensors: NamedTensors) -> None:
@@ -172,14 +178,35 @@ class Session:
                 fix="call send() outside of torch dispatch modes such as FakeTensorMode",
             )
         self._kept = isinstance(named_tensors, (Mapping, list, tuple))
-        try:
+        with self._ends("sending"):
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
             for name, tensor in pairs:
                 self._add(name, tensor)
             self._pack_waiting()
-        except BaseException as error:
-            self.abort(f"{type(error).__name__} while sending")
-            raise
+
+    def flush(self) -> int:
+        """Send the bucket that is being filled as it is; how many rounds this sender has sent.
+
+        For several senders of one engine that send different tensors and wait for each other between them: a round is
+        loaded once every rank has it, so a sender far ahead would wait for one that waits for it. They flush, agree on
+        the largest number, and :meth:`pad` to it.
+
+        Raises
+        ------
+        RecvError
+            When a rank refuses or fails; the session is over then.
+        """
+        self._check_open()
+        with self._ends("flushing"):
+            self._flush_bucket()
+        return self._rounds
+
+    def pad(self, rounds: int) -> None:
+        """Send rounds without tensors until this sender has sent ``rounds``; see :meth:`flush`."""
+        self._check_open()
+        with self._ends("padding"):
+            while self._rounds < rounds:
+                self._send_load(())
 
     def finish(self) -> None:
         """Send what is still waiting, and return once every rank has read everything and the update is complete.
@@ -197,17 +224,13 @@ class Session:
         self._check_open()
         if self._finished:
             return
-        try:
-            with self._phase("finish"):
-                for key in list(self._held):
-                    self._release_group(key)
-                self._flush_bucket()
-                for link in self._links:
-                    link.send(Finish(self.id, self._rounds))
-                self._wait(lambda link: link.prepared or link.committed, "finish")
-        except BaseException as error:
-            self.abort(f"{type(error).__name__} while finishing")
-            raise
+        with self._ends("finishing"), self._phase("finish"):
+            for key in list(self._held):
+                self._release_group(key)
+            self._flush_bucket()
+            for link in self._links:
+                link.send(Finish(self.id, self._rounds))
+            self._wait(lambda link: link.prepared or link.committed, "finish")
         self._finished = True
 
     def commit(self) -> UpdateReport:
@@ -224,12 +247,8 @@ class Session:
             When an engine refused, with the outcome of each engine.
         """
         self.finish()
-        try:
-            with self._phase("commit"):
-                self._commit_all()
-        except BaseException as error:
-            self.abort(f"{type(error).__name__} while committing")
-            raise
+        with self._ends("committing"), self._phase("commit"):
+            self._commit_all()
         assert self._staging is not None
         phases = self._phases | {"load": max(link.load_seconds for link in self._links)}
         self.report = UpdateReport(
@@ -396,18 +415,21 @@ class Session:
         self._pack(fill)
         with self._phase("pack"):
             self._staging.wait_packed()
-        message = Load(self.id, self._rounds, (Bucket(tuple(fill.entries)),))
+        self._send_load((Bucket(tuple(fill.entries)),))
+        fill.buffer.free_at = self._rounds
+        if self._on_progress is not None:
+            self._on_progress(Progress(self._sent, self._nbytes, time.monotonic() - self._started))
+
+    def _send_load(self, buckets: tuple[Bucket, ...]) -> None:
+        message = Load(self.id, self._rounds, buckets)
         for link in self._links:
             link.send(message)
         self._rounds += 1
-        fill.buffer.free_at = self._rounds
         for link in self._links:
             link.pump()
         failed = [link for link in self._links if link.error is not None]
         if failed:
             raise combined(failed)
-        if self._on_progress is not None:
-            self._on_progress(Progress(self._sent, self._nbytes, time.monotonic() - self._started))
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -464,6 +486,15 @@ class Session:
             yield
         finally:
             self._phases[name] += time.monotonic() - started
+
+    @contextlib.contextmanager
+    def _ends(self, what: str) -> Iterator[None]:
+        """An error of this step ends the session."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} while {what}")
+            raise
 
     def _check_open(self) -> None:
         if self._closed or os.getpid() != self._pid:

@@ -30,6 +30,7 @@ from sglang_recv.receiver import checksum
 from sglang_recv.receiver.apply import Applier
 from sglang_recv.receiver.host import Host
 from sglang_recv.receiver.mailbox import ChecksumDone, Mailbox, OpenVoted, RoundDone, SessionEnded, WeightsStatus
+from sglang_recv.receiver.stock import Result, StockUpdates
 from sglang_recv.wire import (
     MAX_VERSION_CHARS,
     AbortCarrier,
@@ -80,6 +81,7 @@ class Replicated:
         self._mailbox = mailbox
         self._make_applier = make_applier
         self._session: _Session | None = None
+        self._stock = StockUpdates(host.model())
         self._state = READY
         self._reason = ""
 
@@ -104,6 +106,16 @@ class Replicated:
         if self._session is None:
             return None
         return f"weight session {self._session.id[:8]} is open in sglang_recv; commit or abort it first"
+
+    def stock_update(self, update: Callable[[], Result], succeeded: Callable[[Result], bool]) -> Result:
+        """Run an update of SGLang's own, by tensor or broadcast. Weights that were not whole are so again when such
+        updates have reached all of them."""
+        if self._state == READY:
+            return update()
+        result = self._stock.watch(update)
+        if self._host.vote(succeeded(result) and self._stock.whole()):
+            self._set_state(READY, "")
+        return result
 
     def reloaded(self) -> None:
         """A stock reload from disk succeeded: the weights are whole again."""
@@ -332,6 +344,8 @@ class Replicated:
 
     def _set_state(self, state: str, reason: str) -> None:
         reason = printable(reason)
+        if state != READY:
+            self._stock.forget()
         if (state, reason) != (self._state, self._reason):
             logger.log(logging.INFO if state == READY else logging.ERROR, "weights are %s %s", state, reason)
         self._state, self._reason = state, reason

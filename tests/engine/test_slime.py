@@ -6,6 +6,7 @@ slime, Megatron and Ray are stand-ins unless ``SLIME_SRC`` names a slime checkou
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from support.trainers import Trainers
 
 pytestmark = pytest.mark.timeout(400)
 
+DEADLINE = 300.0  # of integrations.slime.updater, which imports slime
 PLACES = {"0.5.23": (0, 1), "0.5.13": (1, 2)}  # offset and count of GPUs; train rank 3 has no engine
 
 
@@ -174,10 +176,14 @@ def test_a_mixed_run_switches_all_versions_at_the_end(run: Run) -> None:
         assert run.versions() == ["3", "3"]
 
 
-def test_routed_experts_come_after_the_rest_and_differ_by_rank(run: Run) -> None:
-    """slime sends each rank the experts of its engine rank, in batches of its own, some of them empty."""
+@pytest.mark.parametrize("slot_bytes", [4096, 65536])
+def test_routed_experts_come_after_the_rest_and_differ_by_rank(run: Run, slot_bytes: int) -> None:
+    """slime sends each rank the experts of its engine rank, in batches of its own, some of them empty.
+
+    With small slots one rank has many rounds to send while another one has none: slime lets it wait after the batch.
+    """
     names = sorted(name for name in models.tensors(run.seed(1)) if ".mlp." in name)
-    with run.trainers() as ranks:
+    with run.trainers(TEST_SLOT_BYTES=str(slot_bytes)) as ranks:
         if not ranks.ready[0]["experts"]:
             pytest.skip("the slime that SLIME_SRC names has no expert routing")
         batches = [names[:3], names[3:]]
@@ -188,6 +194,36 @@ def test_routed_experts_come_after_the_rest_and_differ_by_rank(run: Run) -> None
         assert failed["code"] == "MANIFEST"
         fine(ranks.ask(update=str(run.seed(1)), experts=batches), 2)
         run.follow(1, "repaired")
+
+
+def test_what_only_one_rank_cannot_do_is_said_by_all(run: Run) -> None:
+    """Among them a rank without an engine, which has nothing to do that could fail."""
+    with run.trainers(TEST_SLOT_BYTES="100") as ranks:
+        failed = error_of(ranks.ask(connect=run.layout, update=str(run.seed(1))), 0)
+        assert "100 bytes" in failed["message"]
+    before = run.states()
+    with run.trainers() as ranks:
+        failed = error_of(ranks.ask(connect=run.layout, update=str(run.seed(1)), mischief={"1": {"-1": "lost"}}), 0)
+        assert failed["code"] == "INTERNAL"
+        assert failed["message"] == "train rank 1: KeyError: 'no weights'"
+        assert run.states() == before, "nothing was written"
+        fine(ranks.ask(update=str(run.seed(1))), 1)
+
+
+def test_a_failed_broadcast_is_the_error_of_all_at_once(run: Run) -> None:
+    """The rank that feeds the remote engine feeds a colocated one too, whose other rank waits for it."""
+    remote, colocated = (run.engine(version) for version in PLACES)
+    layout = [(colocated.url, 0, 2), (remote.url, 2, 1)]
+    with run.trainers(2) as ranks:
+        fine(ranks.ask(connect=layout, gpus=2, update=str(run.seed(1))), 1)
+        started = time.monotonic()
+        failed = error_of(ranks.ask(update=str(run.seed(2)), mischief={"0": {"1": "no broadcast"}}), 1)
+        assert time.monotonic() - started < DEADLINE / 4, "nobody waited for a deadline"
+        assert failed["code"] == "ENGINE_LOST"
+        assert "no broadcast" in failed["message"]
+        assert run.versions() == ["1", "1"]
+        fine(ranks.ask(update=str(run.seed(2))), 2)
+        assert run.versions() == ["2", "2"]
 
 
 def test_nccl_is_refused_before_anything_is_sent(run: Run) -> None:

@@ -21,6 +21,7 @@ from sglang_recv.errors import (
     SessionStateError,
 )
 from support import models, weights
+from support.broadcaster import Broadcaster
 from support.oracle import assert_same, greedy
 from support.pool import EnginePool
 from support.server import EngineServer, RequestError
@@ -148,6 +149,28 @@ def test_a_reload_from_disk_clears_poison(server: EngineServer, own: Tensors, ot
 
     assert weights.digests(server) == held
     assert [state.weights_state for state in weights.states(server)] == ["ready"]
+    assert len(server.generate("x", 2)["output_ids"]) == 2
+
+
+def test_broadcasts_that_reach_everything_clear_poison(
+    server: EngineServer, checkpoints: Path, own: Tensors, other: Tensors
+) -> None:
+    """slime's remote engines: SGLang's own updates say nothing about what is still to come."""
+    with weights.client(server) as client:
+        client.update(other, "whole")
+        held = weights.digests(server)
+        client.update(own, "back")
+    with weights.client(server, slot_bytes=SLOT) as client, client.open("never") as session:
+        write_some(server, own, session)
+    assert_poisoned(server)
+    names = list(other)
+    with Broadcaster(server, models.checkpoint("qwen3", 3, checkpoints)) as sender:
+        for part in (names[:7], names[7:-1]):
+            sender.send(part)
+            assert_poisoned(server)
+        sender.send(names[-1:])
+    assert [state.weights_state for state in weights.states(server)] == ["ready"]
+    assert weights.digests(server) == held
     assert len(server.generate("x", 2)["output_ids"]) == 2
 
 

@@ -104,6 +104,8 @@ class EngineActor:
         return self._post("flush_cache", {})
 
     def update_weights_from_distributed(self, names: Any, weight_version: str, **kwargs: Any) -> None:
+        if iterator.mischief.get(iterator.number) == "no broadcast":
+            raise RuntimeError("no broadcast")
         self._calls.append(f"remote {len(names)} tensors, version {weight_version}")
 
 
@@ -114,6 +116,13 @@ class Iterator_:
         self.chunk = 5
         #: (chunk, what): what this rank does wrong, and when.
         self.mischief: dict[int, str] = {}
+        self.number = 0
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What slime's weights_getter gives; chunk -1 is before the first."""
+        if self.mischief.get(-1):
+            raise KeyError("no weights")
+        return weights
 
     def get_hf_weight_chunks(
         self, megatron_local_weights: Mapping[str, torch.Tensor], param_info_buckets: object = None
@@ -123,6 +132,7 @@ class Iterator_:
             names = param_info_buckets.of(megatron_local_weights)
         for number, start in enumerate(range(0, len(names), self.chunk)):
             dist.all_reduce(torch.zeros(1), group=distributed_utils.get_gloo_group())
+            self.number = number
             tensors = [(name, megatron_local_weights[name].clone()) for name in names[start : start + self.chunk]]
             match self.mischief.get(number):
                 case "shape":
@@ -158,6 +168,10 @@ class _Rest:
         return [name for name in weights if name not in self._routed]
 
 
+iterator = Iterator_()
+weights: dict[str, torch.Tensor] = {}
+
+
 def load(path: str) -> dict[str, torch.Tensor]:
     """A checkpoint."""
     from safetensors.torch import load_file
@@ -173,9 +187,7 @@ def main() -> None:
     if hasattr(distributed_utils, "set_gloo_group"):
         distributed_utils.set_gloo_group(group)
     rank = dist.get_rank()
-    iterator = Iterator_()
     stock.HfWeightIteratorBase.create = staticmethod(lambda **kwargs: iterator)
-    weights: dict[str, torch.Tensor] = {}
     args = Namespace(
         rollout_num_gpus_per_engine=1,
         actor_num_nodes=1,
@@ -185,7 +197,9 @@ def main() -> None:
         expert_model_parallel_size=1,
         update_weight_transport=os.environ.get("TEST_TRANSPORT", "nccl"),
     )
-    updater = UpdateWeightFromVmm(args, [], weights_getter=lambda: weights, model_name="test", quantization_config=None)
+    updater = UpdateWeightFromVmm(
+        args, [], weights_getter=iterator.weights, model_name="test", quantization_config=None
+    )
     stock.configure_expert_routing = lambda **kwargs: (None, [])
     stock.connect_rollout_engines_from_distributed = lambda *args, **kwargs: None
     stock.disconnect_rollout_engines_from_distributed = lambda *args, **kwargs: None

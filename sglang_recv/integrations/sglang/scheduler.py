@@ -131,8 +131,7 @@ def _carrier(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     except RecvError as error:
         return output(success=False, message=str(error))
     if carrier is None:
-        blocked = _receiver.replicated.blocks_stock_update() if _receiver is not None else None
-        return output(success=False, message=blocked) if blocked else original(updater, request)
+        return _stock(output)(original, updater, request)
     if _receiver is None:
         off = ReceiverOffError("a carrier came, but the receiver is off", fix="start with --weight-receiver vmm")
         return output(success=False, message=str(off))
@@ -144,10 +143,24 @@ def _carrier(original: Callable[..., Any], updater: Any, request: Any) -> Any:
 
 def _stock(output: Callable[..., Any]) -> Callable[..., Any]:
     def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        blocked = _receiver.replicated.blocks_stock_update() if _receiver is not None else None
-        return output(success=False, message=blocked) if blocked else original(updater, request)
+        if _receiver is None:
+            return original(updater, request)
+        blocked = _receiver.replicated.blocks_stock_update()
+        if blocked:
+            return output(success=False, message=blocked)
+        return _watched(original, updater, request)
 
     return hook
+
+
+def _watched(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    assert _receiver is not None
+
+    def done(answer: Any) -> bool:
+        # Inside a session of SGLang's own weights may be in a layout that only its end makes usable.
+        return bool(answer.success) and getattr(updater, "_session", None) is None
+
+    return _receiver.replicated.stock_update(lambda: original(updater, request), done)
 
 
 def _disk(original: Callable[..., Any], updater: Any, request: Any) -> Any:

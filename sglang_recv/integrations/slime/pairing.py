@@ -20,6 +20,21 @@ class Trainer(msgspec.Struct, tag=True, frozen=True):
     visible_devices: str
 
 
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """What a train rank brings to an update: an id for the session, and whether it has its senders still."""
+
+    session: str
+    connected: bool
+    trainer: Trainer
+
+
+class Lead(msgspec.Struct, tag=True, frozen=True):
+    """How many rounds a train rank has sent to each of its engines, and whether it has more tensors to send."""
+
+    rounds: tuple[tuple[int, int], ...]
+    more: bool
+
+
 class Engine(msgspec.Struct, frozen=True):
     """One colocated engine: base URL, the train rank of its first GPU, how many GPUs slime gave it, and its ranks."""
 

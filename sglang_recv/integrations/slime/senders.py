@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from sglang_recv import manifest
 from sglang_recv.client.client import WeightClient
 from sglang_recv.client.session import Session, UpdateReport
 from sglang_recv.client.target import HttpTarget
@@ -78,6 +79,31 @@ class Senders:
         for session in self._sessions:
             session.send(named_tensors)
 
+    def pieces(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
+        """The tensors in parts that each make one round of every session."""
+        if not self._sessions:
+            return []
+        room = min(session.slot_bytes for session in self._sessions)
+        found: list[list[tuple[str, torch.Tensor]]] = []
+        used = room
+        for name, tensor in named_tensors:
+            size = manifest.align(tensor.nbytes)
+            if used + size > room:  # a tensor above a slot is a part of its own, and a round of its own
+                found.append([])
+                used = 0
+            found[-1].append((name, tensor))
+            used += size
+        return found
+
+    def flush(self) -> dict[int, int]:
+        """End the round of every session; how many there were, by engine."""
+        return {share.engine: session.flush() for share, session in zip(self._shares, self._sessions, strict=True)}
+
+    def pad(self, rounds: Mapping[int, int]) -> None:
+        """Send empty rounds until there are as many as ``rounds`` says, by engine."""
+        for share, session in zip(self._shares, self._sessions, strict=True):
+            session.pad(rounds[share.engine])
+
     def finish(self) -> None:
         """Return once every rank of every engine has read everything."""
         for session in self._sessions:
@@ -94,8 +120,7 @@ class Senders:
 
     def close(self) -> None:
         """End sessions, and release the clients."""
-        try:
-            self.end()
-        finally:
+        with contextlib.ExitStack() as undo:
             for client in self._clients:
-                client.close()
+                undo.callback(client.close)
+            self.end()

@@ -14,7 +14,7 @@ from sglang_recv.errors import UnsupportedError
 __all__ = ["TRANSPORTS", "resolve_transport"]
 
 #: What ``--update-weight-transport`` takes; the first is the default.
-TRANSPORTS: Final = ("auto", "nccl", "vmm", "disk")
+TRANSPORTS: Final = ("auto", "nccl", "vmm", "ipc", "disk")
 
 
 def resolve_transport(args: argparse.Namespace) -> str:
@@ -29,7 +29,7 @@ def resolve_transport(args: argparse.Namespace) -> str:
     Returns
     -------
     str
-        ``"vmm"``, ``"nccl"`` or ``"disk"``. Resolving the result again gives the result.
+        ``"vmm"``, ``"nccl"``, ``"ipc"`` or ``"disk"``. Resolving the result again gives the result.
 
     Raises
     ------
@@ -45,9 +45,9 @@ def resolve_transport(args: argparse.Namespace) -> str:
     if transport == "disk":
         return "disk"
     if args.update_weight_mode == "delta":
-        if transport == "vmm":
+        if transport in ("vmm", "ipc"):
             raise UnsupportedError(
-                "--update-weight-transport vmm sends every parameter, and --update-weight-mode is delta",
+                f"--update-weight-transport {transport} sends every parameter, and --update-weight-mode is delta",
                 fix="use --update-weight-mode full, or the transport that slime's delta mode asks for",
             )
         # Whether delta goes over NCCL, and beside --colocate, differs between versions of slime: it says so itself.
@@ -57,12 +57,14 @@ def resolve_transport(args: argparse.Namespace) -> str:
             raise UnsupportedError(
                 "--update-weight-transport nccl cannot reach an engine on the trainer's own GPU (--colocate): NCCL "
                 'refuses two ranks on one device ("Duplicate GPU detected")',
-                fix="use vmm or auto, which keep slime's NCCL broadcast for the remote engines of the run; or disk",
+                fix="use vmm or auto, or slime's own way, ipc: they keep its NCCL broadcast for the remote engines of "
+                "the run; or disk",
             )
-        return "vmm"
-    if transport == "vmm":
+        return "vmm" if transport == "auto" else transport
+    if transport in ("vmm", "ipc"):
+        what = "file descriptors" if transport == "vmm" else "CUDA IPC handles"
         raise UnsupportedError(
-            "--update-weight-transport vmm passes file descriptors, which reach only engines on the trainer's own GPU, "
+            f"--update-weight-transport {transport} passes {what}, which reach only engines on the trainer's own GPU, "
             "and --colocate is off",
             fix="use nccl, auto or disk",
         )
