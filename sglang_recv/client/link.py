@@ -95,6 +95,7 @@ class RankLink:
             self._take(wire.decode(raw, wire.RankMessage))
 
     def _take(self, message: RankMessage) -> None:
+        self.alive_at = time.monotonic()
         if isinstance(message, Ack):
             self.acked = message.round + 1
             self.load_seconds += message.seconds
@@ -244,6 +245,9 @@ def wait(
         failed = [link for link in links if link.error is not None and not done(link)]
         pending = [link for link in links if not done(link)]
         if not pending:
+            for link in links:
+                if link.assumed:  # it did answer, just before this side gave it up
+                    link.error, link.assumed = None, False
             return
         now = time.monotonic()
         if failed:
@@ -318,6 +322,8 @@ class Heart:
         self._beat = wire.encode(Heartbeat(session, sender))
         self._interval = interval
         self._stop = Wakeup()
+        for link in links:
+            link.alive_at = time.monotonic()  # silence counts from the first heartbeat
         self._thread = threading.Thread(target=self._run, name="sglang-recv-lease", daemon=True)
         self._thread.start()
 

@@ -45,7 +45,7 @@ from sglang_recv.errors import (
 )
 from sglang_recv.memory import ExportableBuffer
 from sglang_recv.receiver import service as service_module
-from sglang_recv.wire import AbortCarrier, Aborted, Committed, Error, LoadCarrier, OpenCarrier, RankInfo
+from sglang_recv.wire import AbortCarrier, Aborted, Ack, Committed, Error, LoadCarrier, OpenCarrier, RankInfo
 from support.rank import PATIENCE, Engine, weights
 from support.waiting import wait_until
 
@@ -944,6 +944,23 @@ def test_silence_above_the_lease_is_a_lost_engine(clock: Clock) -> None:
     assert "rank 0 has not answered for 5." in error.message
     assert "it was last: loading round 3" in error.message
     assert 5.0 <= clock.now < 6.0
+
+
+@pytest.mark.parametrize("polls", range(49, 54))
+def test_an_answer_that_comes_just_after_the_lease_leaves_no_error(clock: Clock, polls: int) -> None:
+    """Else the next step would find one on a rank that has answered."""
+    link = FakeLink("rank 0")
+    link.later = [nothing] * polls + [say(None)]
+    error = waited(link, lease=5.0)
+    assert (error is None) == link.done
+    assert (link.error, link.assumed) == (error, error is not None)
+
+
+def test_any_word_of_a_rank_is_a_sign_of_life(clock: Clock) -> None:
+    link = FakeLink("rank 0")
+    link.later = [nothing] * 40 + [lambda link: link._take(Ack("s", 0, 0.1))] + [nothing] * 40 + [say(None)]
+    assert waited(link, lease=5.0) is None
+    assert clock.now > 8.0
 
 
 def test_a_closed_connection_is_a_lost_engine_after_its_last_words(clock: Clock) -> None:

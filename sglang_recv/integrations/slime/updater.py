@@ -310,9 +310,9 @@ def _try(step: Callable[[], object]) -> None:
 
 
 def _get(what: str, refs: list[Any]) -> list[Any]:
-    """Results of calls of engine actors."""
+    """Results of calls of engine actors, which may take :data:`DEADLINE`."""
     try:
-        found: list[Any] = ray.get(refs)
+        found: list[Any] = ray.get(refs, timeout=DEADLINE)
     except Exception as error:  # Ray's own errors, and what an actor raises
         raise EngineLostError(
             f"{what} the engines failed: {type(error).__name__}: {error}",

@@ -3,8 +3,8 @@
 ObjectRef = object
 
 
-def get(refs):
-    """The results; one that is an exception is raised."""
+def get(refs, timeout=None):
+    """The results; one that is an exception is raised. The calls are over, so no timeout applies."""
     many = isinstance(refs, (list, tuple))
     for result in refs if many else [refs]:
         if isinstance(result, BaseException):
