@@ -226,11 +226,34 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
     session: str
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """Tensors that stay with the model's loader for one reason: how many, and the names of a few."""
+
+    reason: str
+    count: int
+    names: tuple[str, ...]
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """How one rank loaded what it got in a session.
+
+    ``state`` is ``proven``, ``recorded`` (the next full update will prove it), ``off``, or why the recording is not
+    used. ``replayed`` and ``loaded`` count tensors.
+    """
+
+    state: str
+    replayed: int
+    loaded: int
+    proof_seconds: float
+    kept: tuple[Kept, ...]
+
+
 class Committed(msgspec.Struct, tag=True, frozen=True):
     """The engine serves the new weights; all buffers of the session are unmapped."""
 
     session: str
     version: str
+    plan: PlanReport | None = None
 
 
 class Aborted(msgspec.Struct, tag=True, frozen=True):

@@ -37,6 +37,7 @@ from sglang_recv.wire import (
     Hello,
     OfferBuffer,
     Opened,
+    PlanReport,
     Prepared,
     RankMessage,
     Released,
@@ -67,6 +68,7 @@ class RankLink:
         self.opened = False
         self.prepared = False
         self.committed = False
+        self.plan: PlanReport | None = None
         self.aborted: Aborted | None = None
         self.error: RecvError | None = None
         #: True when ``error`` is not the rank's word, but made of its closed connection or its silence.
@@ -108,7 +110,7 @@ class RankLink:
         elif isinstance(message, Prepared):
             self.prepared = True
         elif isinstance(message, Committed):
-            self.committed = True
+            self.committed, self.plan = True, message.plan
         elif isinstance(message, Aborted):
             self.aborted = message
             self.weights_state = message.weights_state

@@ -27,6 +27,7 @@ from sglang_recv.wire import (
     Finish,
     Load,
     Open,
+    PlanReport,
     ReleaseBuffer,
     TensorSpec,
 )
@@ -51,7 +52,8 @@ class UpdateReport:
 
     ``phases`` holds seconds of this side by phase: ``open``, ``pack``, ``wait`` (for a free slot), ``finish`` (until
     every rank has read everything), ``commit``; and ``load``, the longest that any rank spent applying, which overlaps
-    the others. ``staging_bytes`` is the peak of staging memory on all devices together.
+    the others. ``staging_bytes`` is the peak of staging memory on all devices together. ``plans`` says of each rank
+    that this side fed, by ``engine <id> rank <number>``, how it loaded: by a proven load plan or by the model's loader.
     """
 
     version: str
@@ -63,6 +65,7 @@ class UpdateReport:
     seconds: float
     phases: dict[str, float]
     staging_bytes: int
+    plans: dict[str, PlanReport]
 
 
 @dataclass
@@ -261,6 +264,7 @@ class Session:
             seconds=time.monotonic() - self._started,
             phases={name: round(seconds, 6) for name, seconds in phases.items()},
             staging_bytes=self._staging.peak_bytes,
+            plans={link.name: link.plan for link in self._links if link.plan is not None},
         )
         self._close()
         return self.report

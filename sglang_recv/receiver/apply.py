@@ -1,22 +1,25 @@
-"""The apply step: tensors of one bucket, in staging, into the model. Load plans will replace the call."""
+"""The apply step: tensors of one bucket, in staging, into the model."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 
+from sglang_recv import manifest
 from sglang_recv.errors import ApplyError, RecvError
-from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged
+from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged, watching
+from sglang_recv.receiver.host import Load, Tensors
+from sglang_recv.receiver.plan import BucketPlan, Chain, kept, prove
+from sglang_recv.receiver.recording import Recorder, conclude
+from sglang_recv.wire import Kept, PlanReport
 
 logger = logging.getLogger(__name__)
-
-#: A bucket as the model gets it: names and tensors that lie in staging.
-Tensors = Sequence[tuple[str, torch.Tensor]]
 
 
 #: How many buckets are remembered before all are forgotten: senders whose layout differs each time must not pile up.
@@ -41,13 +44,17 @@ class Applier(Protocol):
     def missing(self) -> tuple[str, ...]:
         """Parameters that were not reached completely, one line each."""
 
+    def report(self) -> PlanReport:
+        """How the buckets were loaded."""
+
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one observed load of a bucket wrote and left unread."""
+    """What one observed load of a bucket wrote and left unread, and what of it can be repeated."""
 
     written: Ranges
     unread: tuple[str, ...]
+    plan: BucketPlan
 
 
 class Observations:
@@ -55,29 +62,38 @@ class Observations:
 
     A loader's copies follow from names, dtypes and shapes, of this bucket and, where a loader keeps something between
     calls, of the ones before it in the session. The key of a bucket is therefore a chained digest over all buckets so
-    far: a session that repeats an earlier one is not watched again, one that deviates is watched from there on.
+    far: a session that repeats an earlier one is not watched again, one that deviates is watched from there on. Load
+    plans have the same keys.
 
     Parameters
     ----------
     model
-        The model of this rank. Nothing is kept across a change of its parameters' addresses.
+        The model of this rank. Nothing is kept across a change of its parameters' addresses; a memory saver keeps them.
+    plans
+        False for a receiver that always calls the loader.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, plans: bool = True) -> None:
         self._model = model
+        self._plans = plans
+        self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._addresses: tuple[int, ...] = ()
         self._seen: dict[bytes, _Seen] = {}
-        self._complete: set[bytes] = set()
+        #: Complete sessions, by the key of their last bucket.
+        self._complete: dict[bytes, Chain] = {}
+        self._proven: set[bytes] = set()
         #: False once this model's loaders did something to tensors that is not a copy.
         self.only_copies = True
 
     def begin(self) -> bytes:
-        """The key that a session starts from."""
-        addresses = tuple(parameter.data_ptr() for parameter in self._model.parameters())
+        """The key that a session starts from. Called when the parameters are where loaders write them."""
+        parameters = tuple(self._model.parameters())
+        addresses = tuple(parameter.data_ptr() for parameter in parameters)
         if addresses != self._addresses or len(self._seen) > _MAX_OBSERVED:
-            self._addresses = addresses
+            self._parameters, self._addresses = parameters, addresses
             self._seen.clear()
             self._complete.clear()
+            self._proven.clear()
         return b""
 
     @staticmethod
@@ -90,22 +106,64 @@ class Observations:
         """What was seen under ``key``."""
         return self._seen.get(key)
 
-    def put(self, key: bytes, written: Ranges, unread: tuple[str, ...]) -> _Seen:
-        """Keep what was seen."""
-        seen = self._seen[key] = _Seen(written, unread)
+    def put(self, key: bytes, tensors: Tensors, watched: _Watched) -> _Seen:
+        """Keep what was seen of the load of a bucket."""
+        names = [name for name, _ in tensors]
+        plan = BucketPlan(
+            tuple(manifest.spec_of(name, tensor) for name, tensor in tensors),
+            conclude(watched.recorder, names, watched.read, self._parameters),
+            self._parameters,
+        )
+        unread = tuple(name for name, tensor in tensors if tensor.numel() and name not in watched.read)
+        seen = self._seen[key] = _Seen(watched.written, unread, plan)
         return seen
 
     def complete(self, key: bytes) -> bool:
         """True when the buckets up to ``key`` were found to reach every byte of every parameter."""
         return key in self._complete
 
-    def mark_complete(self, key: bytes) -> None:
-        """Keep that finding."""
-        self._complete.add(key)
+    def mark_complete(self, keys: Sequence[bytes]) -> None:
+        """Keep that finding, for the session whose buckets these are."""
+        buckets = tuple(self._seen[key].plan for key in keys)
+        self._complete[keys[-1]] = Chain(tuple(keys), buckets)
+
+    def plan(self, key: bytes) -> BucketPlan | None:
+        """The plan for a bucket, if it is proven."""
+        return self._seen[key].plan if key in self._proven else None
+
+    def prove(self, key: bytes, load: Load) -> None:
+        """Before a full update whose first bucket this is: prove the newest recording that begins so.
+
+        That the update may turn out otherwise does no harm: it reaches every parameter, or is never committed.
+        """
+        if not self._plans:
+            return
+        chain = next((chain for chain in reversed(self._complete.values()) if chain.keys[0] == key), None)
+        if chain is not None and chain.verdict is None:
+            prove(chain, self._model, load)
+            if chain.proven:
+                self._proven.update(chain.keys)
+
+    def report(self, keys: Sequence[bytes]) -> tuple[str, float, tuple[Kept, ...]]:
+        """State, seconds of the proof, and what stays with the loader, for a session with these buckets."""
+        chain = self._complete.get(keys[-1]) if keys else None
+        if not self._plans or chain is None:
+            return "off" if not self._plans else "not a complete update", 0.0, ()
+        state = "proven" if chain.proven else chain.verdict or "recorded"
+        return state, round(chain.seconds, 6), kept(chain.buckets)
 
 
-class StockApplier:
-    """Calls the model's own ``load_weights``, and knows what it read and what it reached.
+@dataclass(frozen=True)
+class _Watched:
+    """What a watched load did."""
+
+    written: Ranges
+    read: set[str]
+    recorder: Recorder
+
+
+class ModelApplier:
+    """Loads by proven plans, else by the model's own ``load_weights``, and knows what was read and what was reached.
 
     Parameters
     ----------
@@ -113,50 +171,66 @@ class StockApplier:
         The model of this rank.
     observations
         What earlier sessions saw; this one adds to it.
+    full
+        True for an update that reaches every parameter or is not committed.
     """
 
-    def __init__(self, model: torch.nn.Module, observations: Observations) -> None:
+    def __init__(self, model: torch.nn.Module, observations: Observations, *, full: bool = True) -> None:
         self._model: Any = model
         self._observations = observations
-        self._key = observations.begin()
+        self._full = full
+        self._keys: list[bytes] = []
         self._written: list[Ranges] = []
         self._staged = Ranges()
         self._unread: list[str] = []
+        self._replayed = self._loaded = 0
 
     def apply(self, tensors: Tensors) -> None:
         """See :meth:`Applier.apply`."""
         sized = [(name, tensor) for name, tensor in tensors if tensor.numel()]
         for _, tensor in sized:
             self._staged.add(tensor)
-        self._key = self._observations.advance(self._key, tensors)
-        seen = self._observations.get(self._key)
+        key = self._observations.advance(self._keys[-1] if self._keys else self._observations.begin(), tensors)
+        if not self._keys and self._full:
+            self._observations.prove(key, self._load)
+        seen = self._observations.get(key)
         if seen is None:
-            written, read = self._watch(tensors, Staged(sized))
-            unread = tuple(name for name, _ in sized if name not in read)
-            seen = self._observations.put(self._key, written, unread)
+            seen = self._observations.put(key, tensors, self._watch(tensors, Staged(sized)))
         else:
-            self._load(tensors)
+            plan = self._observations.plan(key)
+            if plan is None:
+                self._load(tensors)
+            else:
+                plan.replay(tensors, self._load)
+                self._replayed += plan.planned
+        self._keys.append(key)
         self._written.append(seen.written)
         self._unread += seen.unread
+        self._loaded += len(tensors)
 
-    def _watch(self, tensors: Tensors, staged: Staged) -> tuple[Ranges, set[str]]:
-        """Load the bucket; what was written, and which tensors were read."""
+    def report(self) -> PlanReport:
+        """See :meth:`Applier.report`."""
+        state, seconds, kept = self._observations.report(self._keys)
+        return PlanReport(state, self._replayed, self._loaded - self._replayed, seconds, kept)
+
+    def _watch(self, tensors: Tensors, staged: Staged) -> _Watched:
+        """Load the bucket, and see what that does."""
         if self._observations.only_copies:
-            written = Ranges()
-            copies = CopyMode(written, staged)
-            with copies:
+            written, recorder = Ranges(), Recorder()
+            copies = CopyMode(written, staged, recorder)
+            with watching(copies):
                 self._load(tensors)
-            if not copies.other and len(copies.read) == len(staged):
-                return written, copies.read
+            if not copies.others and len(copies.read) == len(staged):
+                return _Watched(written, copies.read, recorder)
             # Once more, and this time every operation: a load of the same bytes changes nothing. A tensor that nothing
             # copied may be one that the model has no use for, but a loader that computes does so in other buckets too.
-            logger.debug("watched in full: %s, %d of %d tensors copied", copies.other, len(copies.read), len(staged))
-            self._observations.only_copies = not copies.other and 2 * len(copies.read) > len(staged)
-        written = Ranges()
-        mode = CoverageMode(written, staged)
-        with mode:
+            logger.debug("watched in full: %s, %d of %d tensors copied", copies.others, len(copies.read), len(staged))
+            self._observations.only_copies = not copies.others and 2 * len(copies.read) > len(staged)
+        written, recorder = Ranges(), Recorder()
+        mode = CoverageMode(written, staged, recorder)
+        with watching(mode):
             self._load(tensors)
-        return written, mode.read
+        return _Watched(written, mode.read, recorder)
 
     def _load(self, tensors: Tensors) -> None:
         try:
@@ -164,7 +238,8 @@ class StockApplier:
         except RecvError:
             raise
         except Exception as error:
-            logger.exception("load_weights failed")
+            # As text: a record of the exception would hold views of staging memory, which will be unmapped.
+            logger.error("load_weights failed\n%s", traceback.format_exc())
             names = ", ".join(name for name, _ in tensors[:3])
             raise ApplyError(
                 f"load_weights failed on a bucket of {len(tensors)} tensors ({names}, ...): "
@@ -178,7 +253,7 @@ class StockApplier:
 
     def missing(self) -> tuple[str, ...]:
         """See :meth:`Applier.missing`."""
-        if self._observations.complete(self._key):
+        if self._keys and self._observations.complete(self._keys[-1]):
             return ()
         found = []
         written = Ranges()
@@ -191,6 +266,6 @@ class StockApplier:
             if lacking:
                 total = parameter.numel() * parameter.element_size()
                 found.append(f"{name}: {lacking} of {total} bytes were not written")
-        if not found:
-            self._observations.mark_complete(self._key)
+        if not found and self._keys:
+            self._observations.mark_complete(self._keys)
         return tuple(found)

@@ -8,14 +8,17 @@ tensor was read when an operation other than a view took it (or a view of it). T
   and what only looks at tensors, and says when it saw anything else. Most loaders do nothing else, and it costs less.
 - :class:`CoverageMode` sees each operation of torch, whoever asked for it, and understands them all.
 
-Work that a loader does on other threads is invisible to both (torch keeps modes per thread).
+torch keeps modes per thread. :func:`watching` hands them on to thread pools; work on other threads is invisible.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_recv.errors import ApplyError
+from sglang_recv.receiver.recording import Recorder
 
 
 def runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
@@ -196,11 +200,11 @@ class Staged:
     def __len__(self) -> int:
         return len(self._names)
 
-    def name_at(self, tensor: torch.Tensor) -> str | None:
-        """The tensor that ``tensor`` begins in, or None."""
+    def find(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Name and address of the tensor that ``tensor`` begins in, or None."""
         address = tensor.data_ptr()
         index = bisect_right(self._starts, address) - 1
-        return self._names[index] if index >= 0 and address < self._stops[index] else None
+        return (self._names[index], self._starts[index]) if index >= 0 and address < self._stops[index] else None
 
 
 def _changed(name: str, func: Any) -> ApplyError:
@@ -243,46 +247,66 @@ class CopyMode(TorchFunctionMode):
         Gets the bytes that copies wrote.
     staged
         The bucket.
+    recorder
+        Gets what can be repeated.
     """
 
-    def __init__(self, written: Ranges, staged: Staged) -> None:
+    def __init__(self, written: Ranges, staged: Staged, recorder: Recorder) -> None:
         super().__init__()
         self._written = written
         self._staged = staged
+        self._recorder = recorder
         self.read: set[str] = set()
-        #: The first function that this mode does not understand; empty while there was none.
-        self.other = ""
+        #: Functions that this mode does not understand.
+        self.others: set[str] = set()
+
+    def twin(self) -> CopyMode:
+        """One for another thread, with the same records."""
+        other = CopyMode(self._written, self._staged, self._recorder)
+        other.read, other.others = self.read, self.others
+        return other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _COPY and len(args) == 2 and not kwargs:
-            self._write(func, args[0])
-            self._read(args[1])
+            target, source = args
+            self._write(func, target)
+            place = self._staged.find(source)
+            if place is not None:
+                self.read.add(place[0])
+            self._recorder.copied(target, source, place)
         elif func in _FILLS and not kwargs and not any(isinstance(value, torch.Tensor) for value in args[1:]):
             self._write(func, args[0])
+            self._recorder.touch(args[0], "filled")
         elif func in _VALUES:
-            self._read(args[0])
+            self._value(args[0])
         else:
             name = getattr(func, "__name__", repr(func))
-            self.other = self.other or name
+            self.others.add(name)
             if args and isinstance(args[0], torch.Tensor) and _IN_PLACE.search(name):
                 self._refuse_staged(func, args[0])
         return func(*args, **(kwargs or {}))
 
-    def _read(self, tensor: torch.Tensor) -> None:
-        name = self._staged.name_at(tensor)
-        if name is not None:
-            self.read.add(name)
+    def _value(self, tensor: torch.Tensor) -> None:
+        place = self._staged.find(tensor)
+        if place is None:
+            self._recorder.touch(tensor, "read as a number")
+        else:
+            self.read.add(place[0])
+            self._recorder.unplanned(place[0], "read as a number")
 
     def _write(self, func: Any, tensor: torch.Tensor) -> None:
         self._refuse_staged(func, tensor)
         self._written.add(tensor)
 
     def _refuse_staged(self, func: Any, tensor: torch.Tensor) -> None:
-        changed = self._staged.name_at(tensor)
+        changed = self._staged.find(tensor)
         if changed is not None:
-            raise _changed(changed, func)
+            raise _changed(changed[0], func)
+
+
+_COPY_OPERATION: Final = torch.ops.aten.copy_.default
 
 
 class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -294,13 +318,22 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Gets the bytes that operations wrote.
     staged
         The bucket.
+    recorder
+        Gets what can be repeated.
     """
 
-    def __init__(self, written: Ranges, staged: Staged) -> None:
+    def __init__(self, written: Ranges, staged: Staged, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._written = written
         self._staged = staged
+        self._recorder = recorder
         self.read: set[str] = set()
+
+    def twin(self) -> CoverageMode:
+        """One for another thread, with the same records."""
+        other = CoverageMode(self._written, self._staged, self._recorder)
+        other.read = self.read
+        return other
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -312,6 +345,10 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         role = _role(func)
         if role.view:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if func is _COPY_OPERATION:
+            target, source = args[:2]
+            self._note_copy(func, target, source)
+            return func(*args, **(kwargs or {}))
         for place, value in enumerate(args):
             self._note(func, role, place, value)
         for name, value in (kwargs or {}).items():
@@ -329,17 +366,71 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not isinstance(value, torch.Tensor):
             return
-        name = self._staged.name_at(value)
+        found = self._staged.find(value)
         if place not in role.written:
-            if name is not None:
-                self.read.add(name)
-        elif name is not None:
-            raise _changed(name, func)
-        elif not role.indexed:
+            if found is not None:
+                self.read.add(found[0])
+                self._recorder.unplanned(found[0], f"read by {func}")
+            else:
+                self._recorder.touch(value, f"read by {func}")
+            return
+        if found is not None:
+            raise _changed(found[0], func)
+        self._recorder.touch(value, f"written by {func}")
+        if not role.indexed:
             self._written.add(value)
+
+    def _note_copy(self, func: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        changed = self._staged.find(target)
+        if changed is not None:
+            raise _changed(changed[0], func)
+        self._written.add(target)
+        found = self._staged.find(source)
+        if found is not None:
+            self.read.add(found[0])
+        self._recorder.copied(target, source, found)
+
+
+_submit: Final = ThreadPoolExecutor.submit
+_lock: Final = threading.Lock()
+#: Who watches, by thread.
+_watchers: Final[dict[int, CopyMode | CoverageMode]] = {}
+
+
+def _submit_watched(pool: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    mode = _watchers.get(threading.get_ident())
+    if mode is None:
+        return _submit(pool, task, *args, **kwargs)
+
+    def under_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode.twin():
+            return task(*args, **kwargs)
+
+    return _submit(pool, under_mode, *args, **kwargs)
+
+
+@contextmanager
+def watching(mode: CopyMode | CoverageMode) -> Iterator[None]:
+    """Watch this thread, and what it gives to thread pools, where SGLang's DeepSeek loaders copy tensors of a CPU.
+
+    torch's modes hold for one thread, so a task takes its own along. The pool's class is changed while anybody watches;
+    what other threads submit is left alone.
+    """
+    me = threading.get_ident()
+    with _lock:
+        _watchers[me] = mode
+        ThreadPoolExecutor.submit = _submit_watched  # type: ignore[method-assign, assignment]
+    try:
+        with mode:
+            yield
+    finally:
+        with _lock:
+            del _watchers[me]
+            if not _watchers:
+                ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
 
 
 def warm_up() -> None:
     """Pay for the first use of a dispatch mode in this process: torch imports for about a second then."""
-    with CoverageMode(Ranges(), Staged(())):
+    with CoverageMode(Ranges(), Staged(()), Recorder()):
         torch.zeros(1).add_(1)

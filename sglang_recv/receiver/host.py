@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from sglang_recv.wire import Carrier, MemorySaver
+
+#: A bucket as the model gets it: names and tensors that lie in staging.
+Tensors = Sequence[tuple[str, torch.Tensor]]
+
+#: The model's own loader.
+Load = Callable[[Tensors], None]
 
 
 class Model(Protocol):

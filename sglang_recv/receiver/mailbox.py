@@ -9,7 +9,8 @@ from typing import Any
 
 from sglang_recv.channel import Wakeup
 from sglang_recv.errors import InternalError, RecvError
-from sglang_recv.receiver.apply import Applier, Tensors
+from sglang_recv.receiver.apply import Applier
+from sglang_recv.receiver.host import Tensors
 
 
 @dataclass(frozen=True)

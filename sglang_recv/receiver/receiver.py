@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from sglang_recv import identity, wire
+from sglang_recv import copies, identity, wire
 from sglang_recv.errors import StagingMemoryError
 from sglang_recv.fdpass import make_private_dir
 from sglang_recv.memory import MemoryKind, probe
-from sglang_recv.receiver.apply import Observations, StockApplier
+from sglang_recv.receiver.apply import ModelApplier, Observations
 from sglang_recv.receiver.catalog import Catalog, read_headers
 from sglang_recv.receiver.coverage import warm_up
 from sglang_recv.receiver.host import Host
@@ -51,6 +51,8 @@ class Receiver:
         ``vmm``.
     share
         A collective over the ranks of the engine: gives every rank the bytes of all ranks, in order.
+    plans
+        False to call the model's loader for every update.
 
     Raises
     ------
@@ -60,7 +62,7 @@ class Receiver:
         When the socket directory cannot be used.
     """
 
-    def __init__(self, host: Host, mode: str, share: Callable[[bytes], list[bytes]]) -> None:
+    def __init__(self, host: Host, mode: str, share: Callable[[bytes], list[bytes]], *, plans: bool) -> None:
         reason = probe(host.device)
         if reason is not None:
             raise StagingMemoryError(
@@ -68,9 +70,13 @@ class Receiver:
                 fix="start the engine with --weight-receiver off, or fix what the message names",
             )
         warm_up()
+        if plans:
+            copies.warm_up(host.device)
         self.mailbox = Mailbox()
-        observations = Observations(host.model())
-        self.replicated = Replicated(host, self.mailbox, lambda: StockApplier(host.model(), observations))
+        observations = Observations(host.model(), plans=plans)
+        self.replicated = Replicated(
+            host, self.mailbox, lambda kind: ModelApplier(host.model(), observations, full=kind == "full")
+        )
         engine = share(secrets.token_hex(8).encode())[0].decode()
         self._folder = socket_root() / engine
         make_private_dir(socket_root())

@@ -73,10 +73,10 @@ class Replicated:
     mailbox
         Where the service thread finds what happened.
     make_applier
-        A fresh apply step for each session.
+        A fresh apply step for each session, by the kind of its update.
     """
 
-    def __init__(self, host: Host, mailbox: Mailbox, make_applier: Callable[[], Applier]) -> None:
+    def __init__(self, host: Host, mailbox: Mailbox, make_applier: Callable[[str], Applier]) -> None:
         self._host = host
         self._mailbox = mailbox
         self._make_applier = make_applier
@@ -176,7 +176,7 @@ class Replicated:
         self._check_mapped()
         if carrier.kind != "full" and self._state != READY:
             raise FullUpdateRequiredError(f"weights are {self._state}: {self._reason}", fix=REPAIR)
-        return self._make_applier()
+        return self._make_applier(carrier.kind)
 
     def _check_mapped(self) -> None:
         if self._host.weights_released():

@@ -24,8 +24,9 @@ from sglang_recv.errors import (
 )
 from sglang_recv.fdpass import OwnedFd
 from sglang_recv.memory import MemoryKind, StagingBuffer, import_buffer
-from sglang_recv.receiver.apply import Applier, Tensors
+from sglang_recv.receiver.apply import Applier
 from sglang_recv.receiver.catalog import Catalog
+from sglang_recv.receiver.host import Tensors
 from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.wire import (
     MAX_BUCKETS_PER_ROUND,
@@ -393,7 +394,8 @@ class RankSession:
                     self._catalog = self.catalog.learn(live.seen.values())
                 except Exception:
                     logger.exception("the committed manifest was not learned")
-            self._over(live, Committed(live.id, event.version))
+            plan = live.applier.report() if live.applier is not None else None
+            self._over(live, Committed(live.id, event.version, plan))
         elif live.aborted_by_sender and isinstance(event.error, SessionAbortedError):
             self._over(live, Aborted(live.id, event.error.message, state))
         else:

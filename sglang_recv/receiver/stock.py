@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_recv.receiver.coverage import CoverageMode, Ranges, Staged
+from sglang_recv.receiver.recording import Recorder
 
 Result = TypeVar("Result")
 
@@ -38,7 +39,7 @@ class StockUpdates:
         stock, written = self._model.load_weights, self._written
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with CoverageMode(written, Staged(())):
+            with CoverageMode(written, Staged(()), Recorder()):
                 return stock(*args, **kwargs)
 
         self._model.load_weights = watched

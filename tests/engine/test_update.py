@@ -63,6 +63,7 @@ def test_three_updates_are_bit_equal_to_a_fresh_load(
         assert weights.version(server) == name
         assert report.nbytes == sum(tensor.nbytes for tensor in sent[seed].values())
         assert report.tensors == len(sent[seed])
+        assert [(plan.state, plan.loaded) for plan in report.plans.values()] == [("off", len(sent[seed]))] * tp
     engines.discard(server)  # it no longer holds what its seed says
     engines.discard(fresh)
 

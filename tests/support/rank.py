@@ -24,7 +24,7 @@ from sglang_recv import identity, wire
 from sglang_recv.errors import CommitError
 from sglang_recv.fdpass import make_private_dir
 from sglang_recv.memory import MemoryKind
-from sglang_recv.receiver.apply import Observations, StockApplier
+from sglang_recv.receiver.apply import ModelApplier, Observations
 from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
 from sglang_recv.receiver.mailbox import Mailbox
 from sglang_recv.receiver.replicated import Replicated
@@ -184,7 +184,7 @@ class Rank:
         self.host = Host(engine, number)
         self.mailbox = Mailbox()
         observations = Observations(self.host.model())
-        self.side = Replicated(self.host, self.mailbox, lambda: StockApplier(self.host.model(), observations))
+        self.side = Replicated(self.host, self.mailbox, lambda kind: ModelApplier(self.host.model(), observations))
         self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         facts = facts_of(engine.name, number, engine.ranks)
         sources = Sources(self.host.memory_saver, self.host.weight_version, engine.catalog, self.host.inject)

@@ -60,6 +60,11 @@ class RequestError(RuntimeError):
         self.body = body
 
 
+def server_path(*more: Path) -> str:
+    """What servers import from: this checkout, also where the environments hold another one, and ``more``."""
+    return os.pathsep.join(map(str, (CPU_SHIM, REPOSITORY, *more)))
+
+
 def interpreter(version: str) -> Path:
     """The Python of a version's environment (``SGLANG_RECV_VENVS``, or ``.venv`` of the repository)."""
     home = Path(os.environ.get("SGLANG_RECV_VENVS") or REPOSITORY / ".venv")
@@ -206,7 +211,7 @@ class EngineServer:
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(CPU_SHIM),
+            "PYTHONPATH": server_path(),
             "PYTHONUNBUFFERED": "1",
         }
         if self.tp > 1:

@@ -28,12 +28,14 @@ LAYERS = {
     "fds": {"errors"},
     "identity": {"errors"},
     "collective": set(),
+    "copies": {"copies_triton"},
+    "copies_triton": set(),
     "wire": {"errors"},
     "manifest": {"errors", "wire"},
     "fdpass": {"errors", "fds"},
     "memory": {"errors", "fds", "memory"},
     "channel": {"errors", "wire", "fdpass"},
-    "receiver": {"errors", "fds", "identity", "wire", "manifest", "fdpass", "memory", "channel", "receiver"},
+    "receiver": {"errors", "fds", "identity", "wire", "manifest", "fdpass", "memory", "channel", "copies", "receiver"},
     "client": {"errors", "fds", "identity", "wire", "manifest", "fdpass", "memory", "channel", "client"},
 }  # fmt: skip
 FOREIGN_TO_ALL_BUT_INTEGRATIONS = {"sglang", "megatron", "slime", "ray", "transformers"}

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from sglang_recv import wire
 from sglang_recv.errors import LeaseLostError
 from sglang_recv.receiver import checksum
-from sglang_recv.receiver.apply import Observations, StockApplier, Tensors
+from sglang_recv.receiver.apply import ModelApplier, Observations
+from sglang_recv.receiver.host import Tensors
 from sglang_recv.receiver.mailbox import ChecksumDone, Event, Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.receiver.replicated import Replicated
 from sglang_recv.wire import (
@@ -171,7 +172,7 @@ class Engine:
     @staticmethod
     def _side(host: FakeHost, box: Mailbox) -> Replicated:
         observations = Observations(host.model())
-        return Replicated(host, box, lambda: StockApplier(host.model(), observations))
+        return Replicated(host, box, lambda kind: ModelApplier(host.model(), observations))
 
     def run(self, carrier: Carrier) -> list[tuple[bool, str] | None]:
         """What each rank answers."""

@@ -86,6 +86,9 @@ class FakeApplier:
     def unread(self) -> tuple[str, ...]:
         return ()
 
+    def report(self) -> None:
+        """A rank need not say how it loaded."""
+
     def missing(self) -> tuple[str, ...]:
         return ()
 

@@ -24,7 +24,7 @@ from sglang_recv.fds import OwnedFd
 from sglang_recv.memory import MemoryKind, allocate
 from sglang_recv.receiver import apply as apply_module
 from sglang_recv.receiver import session as session_module
-from sglang_recv.receiver.apply import Observations, StockApplier
+from sglang_recv.receiver.apply import ModelApplier, Observations
 from sglang_recv.receiver.catalog import LOADED_TOGETHER, Catalog
 from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded, WeightsStatus
 from sglang_recv.receiver.replicated import _detached
@@ -119,6 +119,9 @@ class FakeApplier:
 
     def unread(self) -> tuple[str, ...]:
         return self._unread
+
+    def report(self) -> None:
+        """A rank need not say how it loaded."""
 
     def missing(self) -> tuple[str, ...]:
         return self._missing
@@ -830,7 +833,7 @@ def test_an_error_of_the_loader_does_not_keep_views_of_unmapped_memory(
     # pytest keeps the tracebacks that it logs, and with them the loader's frames; a handler that writes does not.
     monkeypatch.setattr(apply_module.logger, "exception", lambda *_: None)
     model = Failing()
-    applier = StockApplier(model, Observations(model))
+    applier = ModelApplier(model, Observations(model))
     rank.opened(applier)
     rank.offer(0)
     rank.load(0, Entry(W, 0, 0))

@@ -49,7 +49,9 @@ UNIONS: dict[str, Any] = {
     "LeaderMessage": wire.LeaderMessage,
     "Carrier": wire.Carrier,
 }
-PARTS: tuple[type[msgspec.Struct], ...] = (TensorSpec, Entry, Bucket, wire.MemorySaver, RankInfo, RankTable)
+PARTS: tuple[type[msgspec.Struct], ...] = (
+    *(TensorSpec, Entry, Bucket, wire.MemorySaver, RankInfo, RankTable, wire.Kept, wire.PlanReport),
+)
 CARRIERS = frozenset(typing.get_args(wire.Carrier))
 KINDS: dict[str, type[msgspec.Struct]] = {
     kind.__name__: kind for kind in (*PARTS, *(kind for union in UNIONS.values() for kind in typing.get_args(union)))

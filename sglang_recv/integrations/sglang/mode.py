@@ -14,6 +14,9 @@ from sglang_recv.errors import UnsupportedError
 
 ENV: Final = "SGLANG_RECV_WEIGHT_RECEIVER"
 MODES: Final = ("off", "auto", "vmm", "nccl")
+ENV_PLAN: Final = "SGLANG_RECV_WEIGHT_RECEIVER_PLAN"
+#: The first is the default: load plans have not run on a GPU yet.
+PLANS: Final = ("off", "auto")
 
 #: What the user had set before any flag or keyword of this process.
 _inherited = os.environ.get(ENV)
@@ -38,6 +41,19 @@ def choose(explicit: str | None) -> str:
     mode = _checked(explicit or _inherited or "off", "--weight-receiver" if explicit else ENV)
     os.environ[ENV] = mode
     return mode
+
+
+def choose_plan(explicit: str | None) -> str:
+    """Set whether load plans are used, for this process and its children.
+
+    ``explicit`` (a flag or keyword) goes before the environment; without both it is the default.
+    """
+    plan = explicit or os.environ.get(ENV_PLAN) or PLANS[0]
+    if plan not in PLANS:
+        source = "--weight-receiver-plan" if explicit else ENV_PLAN
+        raise UnsupportedError(f"{source} is {plan!r}", fix=f"use one of {', '.join(PLANS)}")
+    os.environ[ENV_PLAN] = plan
+    return plan
 
 
 def resolve(mode: str) -> str:

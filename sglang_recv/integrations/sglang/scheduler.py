@@ -66,7 +66,8 @@ def _attach(_result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         return
     mode.check(asked, scheduler.server_args)
     host = SGLangHost(scheduler)
-    _receiver = Receiver(host, mode.resolve(asked), host.share)
+    plans = mode.choose_plan(None) != "off"
+    _receiver = Receiver(host, mode.resolve(asked), host.share, plans=plans)
     _host = host
 
 

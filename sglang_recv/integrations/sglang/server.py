@@ -53,11 +53,21 @@ def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
         help="Accept weight updates by sglang_recv: as CUDA VMM fd handles from a trainer on the same GPU (vmm), by "
         f"broadcast (nccl), whatever fits (auto), or not at all (off, the default). Environment: {mode.ENV}.",
     )
+    parser.add_argument(
+        "--weight-receiver-plan",
+        choices=mode.PLANS,
+        default=None,
+        dest="weight_receiver_plan",
+        help="Repeat the copies that the model's loader was seen to make, once a proof on random bytes has shown that "
+        "they are all it does (auto), or call the loader in every update (off, the default). "
+        f"Environment: {mode.ENV_PLAN}.",
+    )
     return result
 
 
 def _from_cli(original: Callable[..., Any], cls: Any, args: Any) -> Any:
     chosen = mode.choose(getattr(args, "weight_receiver", None))
+    mode.choose_plan(getattr(args, "weight_receiver_plan", None))
     server_args = original(cls, args)
     mode.check(chosen, server_args)  # here already, since the schedulers would say it after a minute of loading
     if chosen != "off":
@@ -70,8 +80,11 @@ def _from_cli(original: Callable[..., Any], cls: Any, args: Any) -> Any:
 def _with_keyword(server_args_class: Any) -> Callable[..., Any]:
     """``sglang.Engine(weight_receiver=...)``: Engine makes its ServerArgs from the keywords by this class attribute."""
 
-    def make(*args: Any, weight_receiver: str | None = None, **kwargs: Any) -> Any:
+    def make(
+        *args: Any, weight_receiver: str | None = None, weight_receiver_plan: str | None = None, **kwargs: Any
+    ) -> Any:
         chosen = mode.choose(weight_receiver)
+        mode.choose_plan(weight_receiver_plan)
         made = server_args_class(*args, **kwargs)
         mode.check(chosen, made)
         return made

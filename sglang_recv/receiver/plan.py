@@ -1,0 +1,205 @@
+"""Load plans: what a loader was seen to copy, repeated without the loader, once it is proven that nothing is missing.
+
+``load_weights`` is Python that ends in copies. They depend on names, dtypes and shapes, so they are recorded while a
+session is watched, and the next one repeats them (docs/performance.md has what that saves). Between the two stands a
+proof, since a recording may lack what no one saw: work on other threads, tensors that a model derives from its weights.
+
+The proof loads random bytes, first by the plan, then by the model's own ``load_weights``. If the second changes nothing
+in what the model holds, parameters, buffers and tensors kept as attributes, then the plan had done all that the loader
+does. Trained weights prove little here: from one step to the next most of their bytes stay the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+
+from sglang_recv import manifest
+from sglang_recv.copies import Copier, copier, storage_bytes
+from sglang_recv.errors import RecvError
+from sglang_recv.memory import StagingBuffer, allocate
+from sglang_recv.receiver import checksum
+from sglang_recv.receiver.host import Load, Tensors
+from sglang_recv.receiver.recording import Recorded
+from sglang_recv.wire import Kept, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_NAMED: Final = 5
+
+
+@dataclass
+class BucketPlan:
+    """How one bucket is loaded. ``parameters`` are what the rows' targets count."""
+
+    specs: tuple[TensorSpec, ...]
+    recorded: Recorded
+    parameters: Sequence[torch.Tensor]
+    _copier: Copier | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer that holds the tensors."""
+        return sum(manifest.align(manifest.nbytes(spec)) for spec in self.specs)
+
+    @property
+    def planned(self) -> int:
+        """How many tensors need no loader."""
+        return len(np.unique(self.recorded.rows["source"]))
+
+    def replay(self, tensors: Tensors, load: Load) -> None:
+        """Copy what is planned, and give the rest to the loader."""
+        if self._copier is None:
+            self._copier = copier(self.recorded.rows, self.parameters)
+        with torch.no_grad():
+            self._copier.run([tensor for _, tensor in tensors])
+        rest = [(name, tensor) for name, tensor in tensors if name in self.recorded.stock]
+        if rest:
+            load(rest)
+
+
+@dataclass
+class Chain:
+    """The plans of a complete session, in order."""
+
+    keys: tuple[bytes, ...]
+    buckets: tuple[BucketPlan, ...]
+    #: Why they are not used; empty when they are proven, None before anyone has tried.
+    verdict: str | None = None
+    #: Seconds that the proof took.
+    seconds: float = field(default=0.0)
+
+    @property
+    def proven(self) -> bool:
+        """True when the plans may be used."""
+        return self.verdict == ""
+
+
+def prove(chain: Chain, model: torch.nn.Module, load: Load) -> None:
+    """Decide whether the plans do all that the loader does, and set the verdict.
+
+    Afterwards the parameters hold random bytes: the caller is about to write all of them. All else that the model holds
+    is as it was.
+
+    Parameters
+    ----------
+    chain
+        What was recorded, for parameters that have not moved since.
+    model
+        The model. A buffer for random bytes is made on its device, of the size of the largest bucket, and freed again.
+    load
+        The model's own loader.
+    """
+    started = time.monotonic()
+    chain.verdict = _verdict(chain, model, load)
+    chain.seconds = time.monotonic() - started
+    logger.info(
+        "load plan of %d buckets: %s, %.3f s; left to the loader: %s",
+        len(chain.buckets),
+        chain.verdict or "proven",
+        chain.seconds,
+        kept(chain.buckets) or "nothing",
+    )
+
+
+def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str:
+    if not any(len(bucket.recorded.rows) for bucket in chain.buckets):
+        return "nothing is a plain copy"
+    device = next(model.parameters()).device
+    try:
+        buffer = allocate(device, max(bucket.nbytes for bucket in chain.buckets))
+    except RecvError as error:
+        return f"no memory for a proof: {error.message}"
+    aside = _SetAside(model)
+    try:
+        return _compare(chain, model, load, buffer)
+    finally:
+        aside.restore(model)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        buffer.close()
+
+
+def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBuffer) -> str:
+    noise = _Noise(buffer, secrets.randbits(62))
+    try:
+        for number, bucket in enumerate(chain.buckets):
+            bucket.replay(noise.fill(number, bucket.specs), load)
+        replayed = checksum.digests(model)
+        for number, bucket in enumerate(chain.buckets):
+            load(noise.fill(number, bucket.specs))
+        loaded = checksum.digests(model)
+    except Exception as error:  # whatever a loader makes of random bytes, the update goes on without a plan
+        # As text: a record of the exception would hold views of the buffer.
+        logger.warning("the proof of a load plan failed\n%s", traceback.format_exc())
+        return f"the proof failed: {type(error).__name__}: {error}"
+    different = sorted(name for name in replayed.keys() | loaded.keys() if replayed.get(name) != loaded.get(name))
+    if not different:
+        return ""
+    more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+    return f"the loader does more than the recorded copies: {', '.join(different[:_NAMED])}{more} differ"
+
+
+class _Noise:
+    """Random tensors in the layout of a bucket, the same again for the same seed and number."""
+
+    def __init__(self, buffer: StagingBuffer, seed: int) -> None:
+        self._bytes = buffer.tensor()
+        self._views = manifest.Views(self._bytes)
+        self._generator = torch.Generator(self._bytes.device)  # torch's own is what the engine samples with
+        self._seed = seed
+
+    def fill(self, number: int, specs: Sequence[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+        """The bucket's tensors; integers, which may be indices, are 0."""
+        self._generator.manual_seed(self._seed + number)
+        whole = self._bytes.numel() // 8 * 8
+        self._bytes[:whole].view(torch.int64).random_(-(1 << 63), None, generator=self._generator)
+        tensors, offset = [], 0
+        for spec in specs:
+            dtype = manifest.dtype_of(spec.dtype)
+            tensor = self._views.at(offset, dtype, spec.shape)
+            if not dtype.is_floating_point and not dtype.is_complex and dtype != torch.uint8:
+                tensor.zero_()
+            tensors.append((spec.name, tensor))
+            offset += manifest.align(manifest.nbytes(spec))
+        return tensors
+
+
+class _SetAside:
+    """What a model holds beside its parameters, kept in host memory while a proof changes it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        homes = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        #: Address and bytes of a storage, by the name of one tensor in it: layers often share a table.
+        self._kept: dict[str, tuple[int, torch.Tensor]] = {}
+        for name, tensor in checksum.held_tensors(model):
+            home = tensor.untyped_storage().data_ptr()
+            if tensor.numel() and not tensor.is_meta and home not in homes:
+                self._kept[name] = home, storage_bytes(tensor)[0].to("cpu", copy=True)
+                homes.add(home)
+
+    def restore(self, model: torch.nn.Module) -> None:
+        """Give every storage its bytes back. What the loader has replaced is made again by the update that follows."""
+        for name, tensor in checksum.held_tensors(model):
+            home, kept = self._kept.get(name, (0, None))
+            if kept is not None and tensor.untyped_storage().data_ptr() == home:
+                whole = storage_bytes(tensor)[0]
+                if whole.numel() == kept.numel():
+                    whole.copy_(kept)
+
+
+def kept(buckets: Iterable[BucketPlan]) -> tuple[Kept, ...]:
+    """Tensors that stay with the loader, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for bucket in buckets:
+        for name, reason in bucket.recorded.reasons.items():
+            by_reason.setdefault(reason, []).append(name)
+    return tuple(Kept(reason, len(names), tuple(names[:_NAMED])) for reason, names in by_reason.items())
