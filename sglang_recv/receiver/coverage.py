@@ -221,6 +221,11 @@ _LOOKING_METHODS: Final = (
     *("chunk", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "transpose", "t", "permute"),
     *("movedim", "squeeze", "unsqueeze", "expand", "expand_as", "detach", "contiguous", "to", "cpu", "cuda", "type"),
 )
+#: Those of them that make a copy when they must.
+_MAY_COPY: Final = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("reshape", "reshape_as", "flatten", "contiguous", "to", "cpu", "cuda", "type")
+)
 _LOOKING_PROPERTIES: Final = (
     *("data", "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad"),
     *("is_cuda", "is_cpu", "is_meta", "T", "mT"),
@@ -268,7 +273,10 @@ class CopyMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if func in _MAY_COPY and isinstance(result, torch.Tensor):
+                self._made(func, args[0], result)
+            return result
         if func is _COPY and len(args) == 2 and not kwargs:
             target, source = args
             self._write(func, target)
@@ -287,6 +295,16 @@ class CopyMode(TorchFunctionMode):
             if args and isinstance(args[0], torch.Tensor) and _IN_PLACE.search(name):
                 self._refuse_staged(func, args[0])
         return func(*args, **(kwargs or {}))
+
+    def _made(self, func: Any, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """A copy that a loader keeps would not be made by a plan. One that is only on its way to a parameter comes back
+        as the source of ``copy_``, from outside of the bucket."""
+        if result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            place = self._staged.find(tensor)
+            if place is None:
+                self._recorder.touch(tensor, f"copied by {func.__name__}()")
+            else:
+                self._recorder.unplanned(place[0], f"copied by {func.__name__}()")
 
     def _value(self, tensor: torch.Tensor) -> None:
         place = self._staged.find(tensor)

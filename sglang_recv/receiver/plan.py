@@ -178,22 +178,31 @@ class _SetAside:
 
     def __init__(self, model: torch.nn.Module) -> None:
         homes = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        #: Address and bytes of a storage, by the name of one tensor in it: layers often share a table.
-        self._kept: dict[str, tuple[int, torch.Tensor]] = {}
+        #: Bytes of storages, by address: layers often share a table.
+        self._bytes: dict[int, torch.Tensor] = {}
+        #: For each tensor its storage, and the bytes of the tensor itself in ``_bytes``.
+        self._held: dict[str, tuple[int, torch.Tensor]] = {}
         for name, tensor in checksum.held_tensors(model):
             home = tensor.untyped_storage().data_ptr()
             if tensor.numel() and not tensor.is_meta and home not in homes:
-                self._kept[name] = home, storage_bytes(tensor)[0].to("cpu", copy=True)
-                homes.add(home)
+                if home not in self._bytes:
+                    self._bytes[home] = storage_bytes(tensor)[0].to("cpu", copy=True)
+                whole = torch.empty(0, dtype=tensor.dtype).set_(self._bytes[home].untyped_storage())
+                self._held[name] = home, whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def restore(self, model: torch.nn.Module) -> None:
-        """Give every storage its bytes back. What the loader has replaced is made again by the update that follows."""
-        for name, tensor in checksum.held_tensors(model):
-            home, kept = self._kept.get(name, (0, None))
-            if kept is not None and tensor.untyped_storage().data_ptr() == home:
-                whole = storage_bytes(tensor)[0]
-                if whole.numel() == kept.numel():
-                    whole.copy_(kept)
+        """Give every tensor its bytes back, also where the loader has put another tensor in its place."""
+        done = set()
+        with torch.no_grad():
+            for name, tensor in checksum.held_tensors(model):
+                home, held = self._held.get(name, (0, tensor))
+                if not home or (tensor.shape, tensor.dtype) != (held.shape, held.dtype):
+                    continue
+                if tensor.untyped_storage().data_ptr() != home:
+                    tensor.copy_(held)
+                elif home not in done:
+                    storage_bytes(tensor)[0].copy_(self._bytes[home])
+                    done.add(home)
 
 
 def kept(buckets: Iterable[BucketPlan]) -> tuple[Kept, ...]:

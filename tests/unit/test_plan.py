@@ -46,6 +46,7 @@ class Model(torch.nn.Module):
         self.register_buffer("table", torch.arange(6.0))
         self.derived: torch.Tensor | None = torch.zeros(16) if how == "derived attribute" else None
         self.calls = 0
+        self.notes: dict[str, list[torch.Tensor]] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.calls += 1
@@ -97,6 +98,12 @@ def _kept_copy(model: Model, tensor: torch.Tensor) -> None:
     model.derived.copy_(model.norm.data)
 
 
+def _elsewhere(model: Model, tensor: torch.Tensor) -> None:
+    # Where neither a digest nor a proof looks.
+    model.norm.data.copy_(tensor)
+    model.notes["norm"] = [tensor.to(torch.float64)]
+
+
 def _hidden(model: Model, tensor: torch.Tensor) -> None:
     model.norm.data.copy_(tensor)
     model.table.copy_(torch.from_numpy(model.norm.numpy()[:6].copy()))  # type: ignore[operator]
@@ -134,6 +141,7 @@ LOADERS: dict[str, Callable[[Model, torch.Tensor], object]] = {
     "overlap": _overlap,
     "derived attribute": _attribute,
     "kept copy": _kept_copy,
+    "elsewhere": _elsewhere,
     "hidden": _hidden,
     "number": _number,
     "indexed": _indexed,
@@ -149,6 +157,7 @@ EXPECTED: dict[str, str | None] = {
     "overlap": "overlapping destinations",
     "derived attribute": "read by aten.clone.default",
     "kept copy": "read by a copy",
+    "elsewhere": "copied by to()",
     "hidden": None,
     "number": "read as a number",
     "indexed": "read by aten.index_put_.default",
@@ -347,6 +356,25 @@ def test_what_the_model_holds_beside_its_parameters_is_given_back_after_a_proof(
     assert chain_of(seen).proven
     assert torch.equal(model.table, before)
     assert checksum.digests(model) != fresh("buffer", weights(1))  # the parameters hold random bytes
+
+
+def test_a_tensor_that_the_loader_replaces_gets_its_bytes_back_too() -> None:
+    model = Model("derived attribute")
+    seen = Observations(model)
+    update(model, seen, weights(1)).missing()
+    assert model.derived is not None
+    before, old = model.derived.clone(), model.derived
+    plan.prove(chain_of(seen), model, model.load_weights)
+    assert model.derived is not old
+    assert torch.equal(model.derived, before)
+
+
+def test_an_update_keeps_what_is_kept_out_of_sight() -> None:
+    model = Model("elsewhere")
+    seen = Observations(model)
+    for step in range(1, 4):
+        update(model, seen, weights(step)).missing()
+        assert torch.equal(model.notes["norm"][0], weights(step)["norm.weight"].double())
 
 
 def test_a_loader_that_refuses_random_bytes_keeps_the_work(caplog: pytest.LogCaptureFixture) -> None:
