@@ -132,15 +132,7 @@ def warm_up(device: torch.device) -> None:
 
 
 class TorchCopier:
-    """Runs a table by torch's own copies.
-
-    Parameters
-    ----------
-    rows
-        The table.
-    targets
-        The tensors that the ``target`` column counts. They must not move while this is used.
-    """
+    """Runs a table by torch's own copies. Takes what :func:`copier` takes."""
 
     def __init__(self, rows: np.ndarray, targets: Sequence[torch.Tensor]) -> None:
         self._rows: list[tuple[int, ...]] = rows.tolist()

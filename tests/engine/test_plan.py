@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from sglang_recv import UpdateReport
 from support import models, weights
@@ -29,6 +32,24 @@ def states(report: UpdateReport) -> set[str]:
     return {plan.state for plan in report.plans.values()}
 
 
+def five_updates(
+    server: EngineServer,
+    sent: Mapping[int, Mapping[str, torch.Tensor]],
+    held: Mapping[int, object],
+    said: Mapping[int, Any] | None = None,
+) -> list[UpdateReport]:
+    """Two sets of weights in turn; after each update the server holds, and says, what belongs to them."""
+    reports = []
+    with weights.client(server, slot_bytes=100_000) as client:
+        for step in range(5):
+            seed = (step + 1) % 2
+            reports.append(client.update(sent[seed], f"step {step}"))
+            assert weights.digests(server) == held[seed], step
+            if said is not None:
+                assert_same(greedy(server), said[seed], f"step {step}")
+    return reports
+
+
 @pytest.mark.parametrize(("version", "kind", "tp"), CASES)
 def test_five_updates_are_bit_equal_to_a_fresh_load(
     engines: EnginePool, checkpoints: Path, version: str, kind: str, tp: int
@@ -39,13 +60,7 @@ def test_five_updates_are_bit_equal_to_a_fresh_load(
     for seed in (1, 0):  # SGLang's own reload is the oracle
         server.post("/update_weights_from_disk", {"model_path": str(folders[seed])})
         sent[seed], held[seed], said[seed] = models.tensors(folders[seed]), weights.digests(server), greedy(server)
-    reports = []
-    with weights.client(server, slot_bytes=100_000) as client:
-        for step in range(5):
-            seed = (step + 1) % 2
-            reports.append(client.update(sent[seed], f"step {step}"))
-            assert weights.digests(server) == held[seed], step
-            assert_same(greedy(server), said[seed], f"step {step}")
+    reports = five_updates(server, sent, held, said)
     assert [states(report) for report in reports] == [{"recorded"}, *[{"proven"}] * 4]
     for number, report in enumerate(reports):
         assert len(report.plans) == tp
@@ -100,13 +115,8 @@ def test_a_loader_that_does_more_than_copy_keeps_what_it_must(
     assert "derived" in held[1][0]
     with EngineServer(version, folders[0], receiver="vmm", env=env, args=PLANS) as server:
         held[0] = weights.digests(server)
-        sent = [models.tensors(folder) for folder in folders]
-        reports = []
-        with weights.client(server, slot_bytes=100_000) as client:
-            for step in range(5):
-                seed = (step + 1) % 2
-                reports.append(client.update(sent[seed], f"step {step}"))
-                assert weights.digests(server) == held[seed], step
+        sent = {seed: models.tensors(folder) for seed, folder in enumerate(folders)}
+        reports = five_updates(server, sent, held)
         assert [states(report) for report in reports] == [{"recorded"}, *[{"proven"}] * 4]
         (plan,) = reports[-1].plans.values()
         assert {name: kept.reason for kept in plan.kept for name in kept.names} == ODD
