@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -96,56 +97,91 @@ def storage_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return whole, tensor.data_ptr() - storage.data_ptr()
 
 
-class Copier(Protocol):
-    """Runs one table, any number of times."""
-
-    def run(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy from ``sources``, which the ``source`` column counts, on the current stream. They are of one device, and
-        begin at multiples of 16 bytes."""
-
-
-def copier(rows: np.ndarray, targets: Sequence[torch.Tensor]) -> Copier:
-    """The fastest way to run a table on the targets' device: one kernel on a GPU with triton, else torch's copies.
+class Places:
+    """What a column of a table counts: byte ranges that begin at offsets into a few memories.
 
     Parameters
     ----------
-    rows
-        The table.
-    targets
-        The tensors that the ``target`` column counts. They must not move while this is used.
+    memories
+        uint8, each contiguous and of one dimension.
+    which
+        For each place the number of its memory, int64.
+    offsets
+        For each place where it begins in that memory, in bytes, int64.
     """
-    if targets and targets[0].is_cuda:
+
+    def __init__(self, memories: Sequence[torch.Tensor], which: np.ndarray, offsets: np.ndarray) -> None:
+        self._memories = memories
+        self._which = which
+        self._offsets = offsets
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Places:
+        """Tensors, each in its own storage."""
+        found = [storage_bytes(tensor) for tensor in tensors]
+        offsets = np.array([offset for _, offset in found], np.int64)
+        return cls([memory for memory, _ in found], np.arange(len(found)), offsets)
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """Where each begins, int64."""
+        starts = np.array([memory.data_ptr() for memory in self._memories], np.int64)
+        return starts[self._which] + self._offsets if len(starts) else np.zeros(len(self._which), np.int64)
+
+    def bytes_of(self, number: int) -> tuple[torch.Tensor, int]:
+        """The memory of one, and where it begins in it."""
+        return self._memories[self._which[number]], int(self._offsets[number])
+
+
+class Addresses:
+    """As :class:`Places`, for those who know nothing else."""
+
+    def __init__(self, addresses: np.ndarray) -> None:
+        self.addresses = addresses
+
+
+class Copier(Protocol):
+    """Runs one table, any number of times."""
+
+    def run(self, sources: Places, targets: Places) -> None:
+        """Copy from ``sources`` to ``targets``, which the columns of these names count, on the current stream. All are
+        of one device."""
+
+
+def copier(rows: np.ndarray, device: torch.device) -> Copier:
+    """The fastest way to run a table on ``device``: one kernel on a GPU with triton, else torch's copies."""
+    if device.type == "cuda":
         try:
             from sglang_recv.copies_triton import TritonCopier
         except ImportError:
             logger.warning("triton cannot be imported: tables are run by torch's copies, one after the other")
         else:
-            return TritonCopier(rows, targets)
-    return TorchCopier(rows, targets)
+            return TritonCopier(rows, device)
+    return TorchCopier(rows)
 
 
 def warm_up(device: torch.device) -> None:
-    """Pay for what the first table on ``device`` costs in this process: triton compiles for about a second."""
-    memory = torch.zeros(256, dtype=torch.uint8, device=device)
-    whole, strided = (0, 0, 0, 64, 64, 1, 0, 0, 1, 0, 0), (0, 0, 0, 128, 8, 4, 16, 16, 1, 0, 0)
-    copier(table([whole, strided]), [memory]).run([memory])
+    """Pay for what the first tables on ``device`` cost in this process: triton compiles each kind for about a
+    second."""
+    memory = Places.of([torch.zeros(512, dtype=torch.uint8, device=device)])
+    strided = [(0, 0, 0, 256, run, 3, 16, 16, 1, 0, 0) for run in (8, 4, 2)]
+    copier(table([(0, 0, 0, 256, 64, 1, 0, 0, 1, 0, 0), *strided]), device).run(memory, memory)
 
 
 class TorchCopier:
     """Runs a table by torch's own copies. Takes what :func:`copier` takes."""
 
-    def __init__(self, rows: np.ndarray, targets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, rows: np.ndarray) -> None:
         self._rows: list[tuple[int, ...]] = rows.tolist()
-        places = {row[2]: storage_bytes(targets[row[2]]) for row in self._rows}
-        self._targets = [_Box(row[4], row[5], row[7], row[8], row[10], row[3]).of(places[row[2]]) for row in self._rows]
         self._sources = [_Box(row[4], row[5], row[6], row[8], row[9], row[1]) for row in self._rows]
+        self._targets = [_Box(row[4], row[5], row[7], row[8], row[10], row[3]) for row in self._rows]
 
-    def run(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy from ``sources``, which the ``source`` column counts."""
-        places = [storage_bytes(source) for source in sources]
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for row, target, box in zip(self._rows, self._targets, self._sources, strict=True):
-            pairs.append(_widest(target, box.of(places[row[0]])))
+    def run(self, sources: Places, targets: Places) -> None:
+        """See :meth:`Copier.run`."""
+        pairs = [
+            _widest(box.of(targets.bytes_of(row[2])), other.of(sources.bytes_of(row[0])))
+            for row, box, other in zip(self._rows, self._targets, self._sources, strict=True)
+        ]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 

@@ -1,12 +1,13 @@
-"""A table of copies in one kernel launch per item size: pieces of a few bytes and of gigabytes cost what they copy.
+"""A table of copies in a kernel launch or two: pieces of a few bytes and of gigabytes cost what they copy.
 
-Each program of the grid copies one tile: some kilobytes of one row of the table. The table stays on the device; a
-launch needs the addresses of its sources, a few bytes each. Importable where triton is.
+Each program of the grid copies one chunk: some kilobytes of one row of the table. What of a table does not depend on
+addresses is made once; for a run the addresses are put in, and the table travels to the device with the launch (some
+60 KiB for a gigabyte in pieces of 3 MiB), so nothing on the device outlives a run. Importable where triton is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,66 +15,85 @@ import torch
 import triton
 import triton.language as tl
 
-#: Items of one tile. With items of 8 bytes a tile is 32 KiB: enough to hide the look at the table.
-TILE: Final = 4096
+from sglang_recv.copies import Addresses, Places
+
+#: Items of one step of a program, and warps that share it: 16 KiB of items of 8 bytes, eight 16-byte loads per thread.
+TILE: Final = 2048
+WARPS: Final = 4
+#: Steps of a program. More make tables shorter; fewer spread small tables over more of the device.
+STEPS: Final = 8
 _ITEMS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-#: Columns of a row on the device: number of the source, offset in it, address of the target, items of a run and of the
-#: whole, runs of the inner dimension, steps of both dimensions in both places.
-_COLUMNS: Final = 10
+#: What kernels get begins at multiples of this: triton compiles other addresses apart, as it would other counts.
+_ALIGNED: Final = 16
+
+#: Gives the device memory that holds what is in an int64 tensor of the host.
+Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_tiles(  # type: ignore[no-untyped-def]  # its arguments are triton's
-    sources,
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _copy_whole(rows, chunks, count, TILE: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of one run whose ends are multiples of 16: source, target, items of 8 bytes; ``count`` of each."""
+    chunk = chunks + 2 * tl.program_id(0)
+    row = rows + tl.load(chunk)
+    first = tl.load(chunk + 1).to(tl.int64) * (TILE * STEPS)
+    # The compiler may move 16 bytes at a time.
+    source = tl.multiple_of(tl.load(row) + first * 8, 16).to(tl.pointer_type(tl.int64))
+    target = tl.multiple_of(tl.load(row + count) + first * 8, 16).to(tl.pointer_type(tl.int64))
+    left = tl.load(row + 2 * count) - first
+    for start in range(0, tl.minimum(left, TILE * STEPS), TILE):
+        index = start + tl.arange(0, TILE)
+        inside = index < left
+        tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _copy_boxes(  # type: ignore[no-untyped-def]  # its arguments are triton's
     rows,
-    tiles,
-    COLUMNS: tl.constexpr,
+    chunks,
+    count,
     TILE: tl.constexpr,
+    STEPS: tl.constexpr,
     ITEM: tl.constexpr,
     SIZE: tl.constexpr,
-    WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    tile = tiles + 2 * tl.program_id(0).to(tl.int64)
-    row = rows + tl.load(tile) * COLUMNS
-    first = tl.load(tile + 1)
-    source = tl.load(sources + tl.load(row)) + tl.load(row + 1)
-    target = tl.load(row + 2)
-    items = tl.load(row + 4)
-    index = tl.arange(0, TILE)
-    inside = first + index < items
-    if WHOLE:
-        # One run. Both ends are multiples of 16, so the compiler may move 16 bytes at a time.
-        source = tl.multiple_of(source + first * SIZE, 16)
-        target = tl.multiple_of(target + first * SIZE, 16)
-        value = tl.load(source.to(tl.pointer_type(ITEM)) + index, mask=inside)
-        tl.store(target.to(tl.pointer_type(ITEM)) + index, value, mask=inside)
-    else:
-        run = tl.load(row + 3)
-        inner = tl.load(row + 5)
-        place = first + index
-        if NARROW:  # divisions of 64 bits take several times as long
-            run = run.to(tl.int32)
-            inner = inner.to(tl.int32)
+    """Rows of any form: source, target, items, items of a run, runs inside, and the four steps; ``count`` of each."""
+    chunk = chunks + 2 * tl.program_id(0)
+    row = rows + tl.load(chunk)
+    first = tl.load(chunk + 1).to(tl.int64) * (TILE * STEPS)
+    source = tl.load(row)
+    target = tl.load(row + count)
+    items = tl.load(row + 2 * count)
+    run = tl.load(row + 3 * count)
+    inner = tl.load(row + 4 * count)
+    if NARROW:  # divisions of 64 bits take several times as long
+        run = run.to(tl.int32)
+        inner = inner.to(tl.int32)
+    for start in range(0, tl.minimum(items - first, TILE * STEPS), TILE):
+        place = first + start + tl.arange(0, TILE)
+        inside = place < items
+        if NARROW:
             place = place.to(tl.int32)
         column = (place % run).to(tl.int64)
         line = place // run
         across = (line % inner).to(tl.int64)
         down = (line // inner).to(tl.int64)
-        away = source + across * tl.load(row + 6) + down * tl.load(row + 7) + column * SIZE
-        there = target + across * tl.load(row + 8) + down * tl.load(row + 9) + column * SIZE
+        away = source + across * tl.load(row + 5 * count) + down * tl.load(row + 6 * count) + column * SIZE
+        there = target + across * tl.load(row + 7 * count) + down * tl.load(row + 8 * count) + column * SIZE
         value = tl.load(away.to(tl.pointer_type(ITEM)), mask=inside)
         tl.store(there.to(tl.pointer_type(ITEM)), value, mask=inside)
 
 
 class _Launch(NamedTuple):
-    """One kernel: rows of one item size, all of a single run or none."""
+    """One kernel: rows of one kind, and where its parts are in the table that is uploaded, in items of 8 bytes."""
 
     size: int
     whole: bool
     narrow: bool
-    rows: torch.Tensor
-    tiles: torch.Tensor
+    chosen: np.ndarray
+    rows: slice
+    chunks: slice
+    programs: int
 
 
 class TritonCopier:
@@ -83,77 +103,111 @@ class TritonCopier:
     ----------
     rows
         The table, of :data:`sglang_recv.copies.ROW`.
-    targets
-        The tensors that the ``target`` column counts. They must not move while this is used.
-    alignment
-        What the addresses of all sources are multiples of, in bytes: 16, 8, 4, 2 or 1.
+    device
+        The GPU.
+    upload
+        Where the table goes; by default into memory of torch's allocator.
     """
 
-    def __init__(self, rows: np.ndarray, targets: Sequence[torch.Tensor], *, alignment: int = 16) -> None:
-        self._alignment = alignment
-        self._device = targets[0].device if targets else torch.device("cuda")
-        self._launches = _plan(rows, np.array([t.data_ptr() for t in targets], np.int64), alignment, self._device)
+    def __init__(self, rows: np.ndarray, device: torch.device, upload: Upload | None = None) -> None:
+        self._rows = rows[(rows["run"] > 0) & (rows["inner"] > 0) & (rows["outer"] > 0)]
+        self._device = device
+        self._upload = upload or (lambda table: table.to(device, non_blocking=True))
+        #: What the addresses were when the launches were made, modulo 16: the items that a row moves depend on it.
+        self._low: np.ndarray | None = None
+        self._launches: list[_Launch] = []
+        self._table = np.empty(0, np.int64)
 
-    def run(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy from ``sources``, which the ``source`` column counts.
-
-        Raises
-        ------
-        ValueError
-            When a source is not aligned as promised: a kernel would read other bytes.
-        """
-        addresses = np.array([source.data_ptr() for source in sources], np.int64)
-        if (addresses % self._alignment).any():
-            raise ValueError(f"a source is at an address that is no multiple of {self._alignment} bytes")
-        on_device = _upload(addresses, self._device)
+    def run(self, sources: Places | Addresses, targets: Places | Addresses) -> None:
+        """Copy from ``sources`` to ``targets``, which the columns of these names count."""
+        if not len(self._rows):
+            return
+        source = sources.addresses[self._rows["source"]] + self._rows["source_offset"]
+        target = targets.addresses[self._rows["target"]] + self._rows["target_offset"]
+        low = (source | target) & 15
+        if self._low is None or not np.array_equal(low, self._low):
+            self._low = low
+            self._launches, self._table = _prepare(self._rows, low)
         for launch in self._launches:
-            _copy_tiles[(len(launch.tiles),)](
-                on_device,
-                launch.rows,
-                launch.tiles,
-                COLUMNS=_COLUMNS,
+            count = len(launch.chosen)
+            into = self._table[launch.rows]
+            into[:count] = source[launch.chosen]
+            into[count : 2 * count] = target[launch.chosen]
+        table = torch.from_numpy(self._table)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                self._launch(self._upload(table.pin_memory()))
+        else:
+            self._launch(table)
+
+    def _launch(self, table: torch.Tensor) -> None:
+        for launch in self._launches:
+            rows, chunks = table[launch.rows], table[launch.chunks].view(torch.int32)
+            grid, count = (launch.programs,), len(launch.chosen)
+            if launch.whole:
+                _copy_whole[grid](rows, chunks, count, TILE=TILE, STEPS=STEPS, num_warps=WARPS)
+                continue
+            _copy_boxes[grid](
+                rows,
+                chunks,
+                count,
                 TILE=TILE,
+                STEPS=STEPS,
                 ITEM=_ITEMS[launch.size],
                 SIZE=launch.size,
-                WHOLE=launch.whole,
                 NARROW=launch.narrow,
-                num_warps=8,
+                num_warps=WARPS,
             )
 
 
-def _plan(rows: np.ndarray, addresses: np.ndarray, alignment: int, device: torch.device) -> list[_Launch]:
-    rows = rows[(rows["run"] > 0) & (rows["inner"] > 0) & (rows["outer"] > 0)]
-    target = addresses[rows["target"]] + rows["target_offset"] if len(rows) else np.empty(0, np.int64)
-    whole = (rows["inner"] == 1) & (rows["outer"] == 1)
+def _prepare(rows: np.ndarray, low: np.ndarray) -> tuple[list[_Launch], np.ndarray]:
+    """The launches for rows whose addresses are ``low`` modulo 16, and a table of which only addresses are missing."""
+    single = (rows["inner"] == 1) & (rows["outer"] == 1)
     # The largest item that everything about a row is a multiple of: bits that are set in any of them, and the lowest.
-    bits = target | rows["source_offset"] | rows["run"] | alignment
+    bits = low | rows["run"] | 16
     for name in ("source_inner", "target_inner", "source_outer", "target_outer"):
-        bits = bits | np.where(whole, 0, rows[name])
-    vector = whole & (bits & 15 == 0)
+        bits = bits | np.where(single, 0, rows[name])
+    whole = single & (bits & 15 == 0)
     size = np.minimum(bits & -bits, 8)
-    found = []
+    launches, parts, used = [], [], 0
     for is_whole in (True, False):
         for item in _ITEMS:
-            chosen = np.nonzero((vector if is_whole else ~vector) & (size == item))[0]
-            if len(chosen):
-                found.append(_launch(rows[chosen], target[chosen], item, is_whole, device))
-    return found
+            chosen = np.nonzero((whole if is_whole else ~whole) & (size == item))[0]
+            if not len(chosen):
+                continue
+            found = rows[chosen]
+            run = found["run"] // item
+            items = run * found["inner"] * found["outer"]
+            empty = np.zeros(len(chosen), np.int64)  # of addresses
+            columns = [empty, empty, items]
+            if not is_whole:
+                columns += [run, found["inner"]]
+                columns += [found[name] for name in ("source_inner", "source_outer", "target_inner", "target_outer")]
+            chunks = _chunks(items)
+            begin, middle = used, used + _padded(len(columns) * len(chosen))
+            used = middle + _padded(len(chunks))
+            parts += [(begin, np.concatenate(columns)), (middle, chunks.view(np.int64).ravel())]
+            narrow = int(items.max()) + TILE * STEPS < 1 << 31
+            launches.append(
+                _Launch(
+                    *(item, is_whole, narrow, chosen),
+                    *(slice(begin, middle), slice(middle, used), len(chunks)),
+                )
+            )
+    table = np.zeros(used, np.int64)
+    for begin, values in parts:
+        table[begin : begin + len(values)] = values
+    return launches, table
 
 
-def _launch(rows: np.ndarray, target: np.ndarray, item: int, whole: bool, device: torch.device) -> _Launch:
-    run = rows["run"] // item
-    items = run * rows["inner"] * rows["outer"]
-    steps = [rows[name] for name in ("source_inner", "source_outer", "target_inner", "target_outer")]
-    columns = np.stack([rows["source"], rows["source_offset"], target, run, items, rows["inner"], *steps], axis=1)
-    counts = -(-items // TILE)
-    number = np.repeat(np.arange(len(rows)), counts)
-    first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE
-    narrow = int(items.max()) + TILE < 1 << 31
-    return _Launch(item, whole, narrow, _upload(columns, device), _upload(np.stack([number, first], axis=1), device))
+def _padded(items: int) -> int:
+    unit = _ALIGNED // 8
+    return -(-items // unit) * unit
 
 
-def _upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values, np.int64))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+def _chunks(items: np.ndarray) -> np.ndarray:
+    """Row and number of each chunk, int32 [chunks, 2]."""
+    counts = -(-items // (TILE * STEPS))
+    row = np.repeat(np.arange(len(items)), counts)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.ascontiguousarray(np.stack([row, number], axis=1), np.int32)

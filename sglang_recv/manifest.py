@@ -80,7 +80,7 @@ class Views:
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.nbytes = buffer.numel()
 
@@ -89,7 +89,7 @@ class Views:
         typed = self._typed.get(dtype)
         if typed is None:
             whole = self.nbytes - self.nbytes % dtype.itemsize
-            typed = self._typed[dtype] = self._buffer[:whole].view(dtype)
+            typed = self._typed[dtype] = self.buffer[:whole].view(dtype)
         return typed.as_strided(shape, _contiguous_strides(shape), offset // dtype.itemsize)
 
 

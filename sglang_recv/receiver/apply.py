@@ -11,8 +11,9 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from sglang_recv import manifest
+from sglang_recv.copies import Places
 from sglang_recv.errors import ApplyError, RecvError
+from sglang_recv.receiver.bucket import Layout, StagedBucket
 from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged, watching
 from sglang_recv.receiver.host import Load, Tensors
 from sglang_recv.receiver.plan import BucketPlan, Chain, kept, prove
@@ -29,7 +30,7 @@ _MAX_OBSERVED: Final = 4096
 class Applier(Protocol):
     """Loads buckets of one session into the model of one rank. Used on the scheduler thread only."""
 
-    def apply(self, tensors: Tensors) -> None:
+    def apply(self, bucket: StagedBucket) -> None:
         """Load one bucket.
 
         Raises
@@ -78,6 +79,7 @@ class Observations:
         self._plans = plans
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         self._addresses: tuple[int, ...] = ()
+        self._places = Places.of(())
         self._seen: dict[bytes, _Seen] = {}
         #: Complete sessions, by the key of their last bucket.
         self._complete: dict[bytes, Chain] = {}
@@ -91,30 +93,27 @@ class Observations:
         addresses = tuple(parameter.data_ptr() for parameter in parameters)
         if addresses != self._addresses or len(self._seen) > _MAX_OBSERVED:
             self._parameters, self._addresses = parameters, addresses
+            self._places = Places.of(parameters)
             self._seen.clear()
             self._complete.clear()
             self._proven.clear()
         return b""
 
     @staticmethod
-    def advance(key: bytes, tensors: Tensors) -> bytes:
+    def advance(key: bytes, layout: Layout) -> bytes:
         """The key after one more bucket."""
-        text = "\n".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors)
-        return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
+        return hashlib.blake2b(key + layout.digest, digest_size=16).digest()
 
     def get(self, key: bytes) -> _Seen | None:
         """What was seen under ``key``."""
         return self._seen.get(key)
 
-    def put(self, key: bytes, tensors: Tensors, watched: _Watched) -> _Seen:
+    def put(self, key: bytes, layout: Layout, watched: _Watched) -> _Seen:
         """Keep what was seen of the load of a bucket."""
-        names = [name for name, _ in tensors]
-        plan = BucketPlan(
-            tuple(manifest.spec_of(name, tensor) for name, tensor in tensors),
-            conclude(watched.recorder, names, watched.read, self._parameters),
-            self._parameters,
-        )
-        unread = tuple(name for name, tensor in tensors if tensor.numel() and name not in watched.read)
+        recorded = conclude(watched.recorder, layout.names, watched.read, self._parameters)
+        plan = BucketPlan(layout, recorded, self._places, self._parameters[0].device)
+        filled = zip(layout.names, layout.sizes.tolist(), strict=True)
+        unread = tuple(name for name, size in filled if size and name not in watched.read)
         seen = self._seen[key] = _Seen(watched.written, unread, plan)
         return seen
 
@@ -185,36 +184,35 @@ class ModelApplier:
         self._unread: list[str] = []
         self._replayed = self._loaded = 0
 
-    def apply(self, tensors: Tensors) -> None:
+    def apply(self, bucket: StagedBucket) -> None:
         """See :meth:`Applier.apply`."""
-        sized = [(name, tensor) for name, tensor in tensors if tensor.numel()]
-        for _, tensor in sized:
-            self._staged.add(tensor)
-        key = self._observations.advance(self._keys[-1] if self._keys else self._observations.begin(), tensors)
+        key = self._observations.advance(self._keys[-1] if self._keys else self._observations.begin(), bucket.layout)
         if not self._keys and self._full:
             self._observations.prove(key, self._load)
         seen = self._observations.get(key)
         if seen is None:
-            seen = self._observations.put(key, tensors, self._watch(tensors, Staged(sized)))
+            seen = self._observations.put(key, bucket.layout, self._watch(bucket.tensors()))
         else:
             plan = self._observations.plan(key)
             if plan is None:
-                self._load(tensors)
+                self._load(bucket.tensors())
             else:
-                plan.replay(tensors, self._load)
+                plan.replay(bucket, self._load)
                 self._replayed += plan.planned
+        self._staged.add_spans(*bucket.spans())
         self._keys.append(key)
         self._written.append(seen.written)
         self._unread += seen.unread
-        self._loaded += len(tensors)
+        self._loaded += len(bucket.layout)
 
     def report(self) -> PlanReport:
         """See :meth:`Applier.report`."""
         state, seconds, kept = self._observations.report(self._keys)
         return PlanReport(state, self._replayed, self._loaded - self._replayed, seconds, kept)
 
-    def _watch(self, tensors: Tensors, staged: Staged) -> _Watched:
-        """Load the bucket, and see what that does."""
+    def _watch(self, tensors: Tensors) -> _Watched:
+        """Load a bucket, and see what that does."""
+        staged = Staged((name, tensor) for name, tensor in tensors if tensor.numel())
         if self._observations.only_copies:
             written, recorder = Ranges(), Recorder()
             copies = CopyMode(written, staged, recorder)

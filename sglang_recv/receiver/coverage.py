@@ -80,6 +80,10 @@ class Ranges:
         """Add everything that ``other`` holds."""
         self._put(*other.merged())
 
+    def add_spans(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Add ranges of addresses."""
+        self._put(starts, stops)
+
     def add_masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
         """Add the items of ``tensor`` where ``mask``, of the same shape, is True."""
         if mask.all():

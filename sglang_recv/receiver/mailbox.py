@@ -10,7 +10,7 @@ from typing import Any
 from sglang_recv.channel import Wakeup
 from sglang_recv.errors import InternalError, RecvError
 from sglang_recv.receiver.apply import Applier
-from sglang_recv.receiver.host import Tensors
+from sglang_recv.receiver.bucket import StagedBucket
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Mailbox:
         #: Replaced as a whole by the scheduler thread, so any thread reads a consistent one.
         self.status = WeightsStatus()
         self._lock = threading.Lock()
-        self._rounds: dict[tuple[str, int], list[Tensors]] = {}
+        self._rounds: dict[tuple[str, int], list[StagedBucket]] = {}
         self._put: tuple[str, int] = ("", 0)
         #: Set when the service thread has died: the scheduler must not go on as if somebody listened.
         self.broken = ""
@@ -89,13 +89,13 @@ class Mailbox:
         self._events: deque[Event] = deque()
         self._prepared = ""
 
-    def put_round(self, session: str, number: int, buckets: list[Tensors]) -> None:
+    def put_round(self, session: str, number: int, buckets: list[StagedBucket]) -> None:
         """Service thread: this rank holds all buckets of the round."""
         with self._lock:
             self._rounds[session, number] = buckets
             self._put = (session, number + 1)
 
-    def take_round(self, session: str, number: int) -> list[Tensors]:
+    def take_round(self, session: str, number: int) -> list[StagedBucket]:
         """Scheduler thread: the buckets of the round; none when this rank's sender has finished before it.
 
         Raises

@@ -15,21 +15,23 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import torch
 
 from sglang_recv import manifest
-from sglang_recv.copies import Copier, copier, storage_bytes
+from sglang_recv.copies import Copier, Places, copier, storage_bytes
 from sglang_recv.errors import RecvError
 from sglang_recv.memory import StagingBuffer, allocate
 from sglang_recv.receiver import checksum
-from sglang_recv.receiver.host import Load, Tensors
+from sglang_recv.receiver.bucket import Layout, StagedBucket
+from sglang_recv.receiver.host import Load
 from sglang_recv.receiver.recording import Recorded
-from sglang_recv.wire import Kept, TensorSpec
+from sglang_recv.wire import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +42,26 @@ _NAMED: Final = 5
 class BucketPlan:
     """How one bucket is loaded. ``parameters`` are what the rows' targets count."""
 
-    specs: tuple[TensorSpec, ...]
+    layout: Layout
     recorded: Recorded
-    parameters: Sequence[torch.Tensor]
-    _copier: Copier | None = None
+    parameters: Places
+    device: torch.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a buffer that holds the tensors."""
-        return sum(manifest.align(manifest.nbytes(spec)) for spec in self.specs)
-
-    @property
+    @cached_property
     def planned(self) -> int:
         """How many tensors need no loader."""
         return len(np.unique(self.recorded.rows["source"]))
 
-    def replay(self, tensors: Tensors, load: Load) -> None:
+    @cached_property
+    def _copier(self) -> Copier:
+        return copier(self.recorded.rows, self.device)
+
+    def replay(self, bucket: StagedBucket, load: Load) -> None:
         """Copy what is planned, and give the rest to the loader."""
-        if self._copier is None:
-            self._copier = copier(self.recorded.rows, self.parameters)
         with torch.no_grad():
-            self._copier.run([tensor for _, tensor in tensors])
-        rest = [(name, tensor) for name, tensor in tensors if name in self.recorded.stock]
-        if rest:
-            load(rest)
+            self._copier.run(bucket.places, self.parameters)
+        if self.recorded.stock:
+            load([(name, tensor) for name, tensor in bucket.tensors() if name in self.recorded.stock])
 
 
 @dataclass
@@ -115,7 +113,7 @@ def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str:
         return "nothing is a plain copy"
     device = next(model.parameters()).device
     try:
-        buffer = allocate(device, max(bucket.nbytes for bucket in chain.buckets))
+        buffer = allocate(device, max(int(bucket.layout.packed[-1]) for bucket in chain.buckets))
     except RecvError as error:
         return f"no memory for a proof: {error.message}"
     aside = _SetAside(model)
@@ -132,10 +130,10 @@ def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBu
     noise = _Noise(buffer, secrets.randbits(62))
     try:
         for number, bucket in enumerate(chain.buckets):
-            bucket.replay(noise.fill(number, bucket.specs), load)
+            bucket.replay(noise.fill(number, bucket.layout), load)
         replayed = checksum.digests(model)
         for number, bucket in enumerate(chain.buckets):
-            load(noise.fill(number, bucket.specs))
+            load(noise.fill(number, bucket.layout).tensors())
         loaded = checksum.digests(model)
     except Exception as error:  # whatever a loader makes of random bytes, the update goes on without a plan
         # As text: a record of the exception would hold views of the buffer.
@@ -149,7 +147,7 @@ def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBu
 
 
 class _Noise:
-    """Random tensors in the layout of a bucket, the same again for the same seed and number."""
+    """Buckets of random bytes, the same again for the same seed and number."""
 
     def __init__(self, buffer: StagingBuffer, seed: int) -> None:
         self._bytes = buffer.tensor()
@@ -157,20 +155,17 @@ class _Noise:
         self._generator = torch.Generator(self._bytes.device)  # torch's own is what the engine samples with
         self._seed = seed
 
-    def fill(self, number: int, specs: Sequence[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
-        """The bucket's tensors; integers, which may be indices, are 0."""
+    def fill(self, number: int, layout: Layout) -> StagedBucket:
+        """A bucket of this layout; integers, which may be indices, are 0."""
         self._generator.manual_seed(self._seed + number)
         whole = self._bytes.numel() // 8 * 8
         self._bytes[:whole].view(torch.int64).random_(-(1 << 63), None, generator=self._generator)
-        tensors, offset = [], 0
-        for spec in specs:
-            dtype = manifest.dtype_of(spec.dtype)
-            tensor = self._views.at(offset, dtype, spec.shape)
-            if not dtype.is_floating_point and not dtype.is_complex and dtype != torch.uint8:
+        which = np.zeros(len(layout), np.int64)
+        bucket = StagedBucket(layout, self._bytes.device, [self._views], which, layout.packed[:-1])
+        for _, tensor in bucket.tensors():
+            if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.uint8:
                 tensor.zero_()
-            tensors.append((spec.name, tensor))
-            offset += manifest.align(manifest.nbytes(spec))
-        return tensors
+        return bucket
 
 
 class _SetAside:

@@ -232,8 +232,9 @@ class Replicated:
         buckets = self._mailbox.take_round(session.id, number)
         if session.error is None:
             for place, bucket in enumerate(buckets):
-                last = bucket[-1][0] if bucket else "nothing"
-                self._publish(f"loading round {number}, bucket {place} ({len(bucket)} tensors, the last is {last})")
+                names = bucket.layout.names
+                last = names[-1] if names else "nothing"
+                self._publish(f"loading round {number}, bucket {place} ({len(names)} tensors, the last is {last})")
                 session.applier.apply(bucket)
 
     def _commit(self, carrier: CommitCarrier) -> tuple[bool, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 
 from sglang_recv import manifest
@@ -25,8 +26,8 @@ from sglang_recv.errors import (
 from sglang_recv.fdpass import OwnedFd
 from sglang_recv.memory import MemoryKind, StagingBuffer, import_buffer
 from sglang_recv.receiver.apply import Applier
+from sglang_recv.receiver.bucket import Layout, StagedBucket
 from sglang_recv.receiver.catalog import Catalog
-from sglang_recv.receiver.host import Tensors
 from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.wire import (
     MAX_BUCKETS_PER_ROUND,
@@ -240,7 +241,7 @@ class RankSession:
         findings += _split_groups(message.buckets, self._groups)
         if findings:
             raise manifest.manifest_error(findings, f"round {message.round} does not fit this engine's model")
-        buckets = [self._tensors(live, bucket) for bucket in message.buckets]
+        buckets = [self._staged(live, bucket) for bucket in message.buckets]
         live.seen |= {spec.name: spec for spec in specs}
         live.in_flight[message.round] = {entry.buffer for bucket in message.buckets for entry in bucket.entries}
         live.rounds += 1
@@ -466,25 +467,25 @@ class RankSession:
             fresh.add(spec.name)
         return found
 
-    def _tensors(self, live: _Live, bucket: Bucket) -> Tensors:
-        """Views into the mapped buffers, one per entry."""
-        found = []
-        for entry in bucket.entries:
-            spec, size = entry.spec, manifest.nbytes(entry.spec)
-            dtype = manifest.dtype_of(spec.dtype)
+    def _staged(self, live: _Live, bucket: Bucket) -> StagedBucket:
+        """The bucket in the mapped buffers."""
+        layout = Layout([entry.spec for entry in bucket.entries])
+        numbers: dict[int, int] = {}
+        which, offsets = np.zeros(len(layout), np.int64), np.zeros(len(layout), np.int64)
+        for place, (entry, size) in enumerate(zip(bucket.entries, layout.sizes.tolist(), strict=True)):
             if not size:
-                found.append((spec.name, torch.empty(spec.shape, dtype=dtype, device=self._device)))
                 continue
             views = live.views.get(entry.buffer)
             limit = 0 if views is None else views.nbytes
             if views is None or entry.offset < 0 or entry.offset + size > limit or entry.offset % manifest.ALIGNMENT:
                 raise BadBufferError(
-                    f"{spec.name}: bytes {entry.offset} to {entry.offset + size} of buffer {entry.buffer}, which has "
-                    f"{limit} mapped bytes; offsets are multiples of {manifest.ALIGNMENT}",
+                    f"{entry.spec.name}: bytes {entry.offset} to {entry.offset + size} of buffer {entry.buffer}, which "
+                    f"has {limit} mapped bytes; offsets are multiples of {manifest.ALIGNMENT}",
                     fix="offer the buffer before the Load that uses it, and keep entries inside it",
                 )
-            found.append((spec.name, views.at(entry.offset, dtype, spec.shape)))
-        return found
+            which[place] = numbers.setdefault(entry.buffer, len(numbers))
+            offsets[place] = entry.offset
+        return StagedBucket(layout, self._device, [live.views[number] for number in numbers], which, offsets)
 
     def _report_finished(self, live: _Live) -> None:
         if not live.finishing or live.done < live.rounds:

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import msgspec
 import torch
 
 from gpu import shapes
@@ -192,6 +193,7 @@ def main() -> None:
                 {
                     "seconds": time.monotonic() - started,
                     "phases": done.phases,
+                    "plans": {name: msgspec.to_builtins(plan) for name, plan in done.plans.items()},
                     "rounds": done.rounds,
                     "staging_bytes": done.staging_bytes,
                     "device_bytes_in_use_at_peak": baseline - lowest[0],

@@ -69,7 +69,7 @@ def test_a_table_copies_what_a_loop_over_items_copies(
             a, b = address(source_start, source_strides, index), address(target_start, target_strides, index)
             expected[other][b * size : (b + 1) * size] = sources[number][a * size : (a + 1) * size].numpy()
     table = copies.table(rows)
-    copies.TorchCopier(table, targets).run(sources)
+    copies.TorchCopier(table).run(copies.Places.of(sources), copies.Places.of(targets))
     for target, wanted in zip(targets, expected, strict=True):
         assert np.array_equal(target.numpy(), wanted)
     assert copies.nbytes(table) == sum(int(np.prod(shape)) * size for shape, *_ in drawn)

@@ -17,8 +17,10 @@ from sglang_recv.errors import ApplyError
 from sglang_recv.manifest import Views
 from sglang_recv.receiver import apply as apply_module
 from sglang_recv.receiver.apply import ModelApplier, Observations
+from sglang_recv.receiver.bucket import StagedBucket
 from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged, runs
 from sglang_recv.receiver.recording import Recorder
+from support.staged import staged
 
 WORDS = 96  # elements of the storage that random views lie in
 
@@ -319,13 +321,13 @@ def applier_of(model: torch.nn.Module) -> ModelApplier:
     return ModelApplier(model, Observations(model))
 
 
-def bucket(**tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def bucket(**tensors: torch.Tensor) -> StagedBucket:
     """The tensors in one staging buffer, where a rank has them."""
     views = Views(torch.zeros(256 * len(tensors), dtype=torch.uint8))
     placed = [(name, views.at(256 * i, t.dtype, tuple(t.shape))) for i, (name, t) in enumerate(tensors.items())]
-    for (_, staged), tensor in zip(placed, tensors.values(), strict=True):
-        staged.copy_(tensor)
-    return placed
+    for (_, place), tensor in zip(placed, tensors.values(), strict=True):
+        place.copy_(tensor)
+    return staged(placed)
 
 
 def test_shared_storage_counts_once_and_shards_add_up() -> None:
@@ -384,14 +386,14 @@ def test_a_parameter_between_two_staging_buffers_is_not_staging() -> None:
         setattr(model, name, torch.nn.Parameter(torch.zeros(0), requires_grad=False))
     model.extra.data = memory[4:10].view(2, 3)
     applier = applier_of(model)
-    applier.apply([("first", memory[:2]), ("second", memory[10:])])
+    applier.apply(staged([("first", memory[:2]), ("second", memory[10:])]))
     assert applier.missing() == ("extra: 24 of 24 bytes were not written",)
 
 
 def test_a_loader_that_changes_its_input_is_an_apply_error() -> None:
     tensor = torch.ones(3)
     with pytest.raises(ApplyError, match="'eager' in place"):
-        applier_of(Tied()).apply([("eager", tensor)])
+        applier_of(Tied()).apply(staged([("eager", tensor)]))
     assert torch.equal(tensor, torch.ones(3))
 
 

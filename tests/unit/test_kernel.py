@@ -14,7 +14,8 @@ import torch
 from sglang_recv import copies
 
 pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
-from sglang_recv.copies_triton import TILE, TritonCopier
+from sglang_recv.copies import Places
+from sglang_recv.copies_triton import STEPS, TILE, TritonCopier
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -58,22 +59,34 @@ def test_the_kernel_copies_what_torch_copies(seed: int) -> None:
     rows, sources, size = case(seed)
     targets = [[torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _ in sources] for _ in range(2)]
     table = copies.table(rows)
-    copies.TorchCopier(table, targets[0]).run(sources)
-    TritonCopier(table, targets[1]).run(sources)
+    copies.TorchCopier(table).run(Places.of(sources), Places.of(targets[0]))
+    TritonCopier(table, DEVICE).run(Places.of(sources), Places.of(targets[1]))
     for expected, found in zip(*targets, strict=True):
         assert torch.equal(expected, found)
 
 
-def test_a_source_that_is_not_aligned_is_refused() -> None:
-    memory = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
-    kernel = TritonCopier(copies.table([(0, 0, 0, 0, 16, 1, 0, 0, 1, 0, 0)]), [memory])
-    with pytest.raises(ValueError, match="no multiple of 16"):
-        kernel.run([memory[1:]])
-    TritonCopier(copies.table([(0, 0, 0, 32, 16, 1, 0, 0, 1, 0, 0)]), [memory], alignment=1).run([memory[1:]])
+@pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 16])
+def test_a_table_follows_its_addresses(shift: int) -> None:
+    """The same table runs between other places, whose alignment allows larger or smaller items."""
+    size = 2 * TILE * STEPS * 8 + 24  # more than two chunks
+    table = copies.table([(0, 0, 0, 0, size, 1, 0, 0, 1, 0, 0), (0, 5, 1, 3, 12, 1, 0, 0, 1, 0, 0)])
+    kernel = TritonCopier(table, DEVICE)
+    memory = torch.randint(0, 256, (size + 64,), dtype=torch.uint8, device=DEVICE)
+    for start in (0, shift, 0, 16 + shift):
+        source = memory[start:]
+        targets = [
+            torch.zeros(size + 32, dtype=torch.uint8, device=DEVICE),
+            torch.zeros(64, dtype=torch.uint8, device=DEVICE),
+        ]
+        kernel.run(Places.of([source]), Places.of([targets[0][shift:], targets[1]]))
+        assert torch.equal(targets[0][shift : shift + size], source[:size])
+        assert not targets[0][:shift].any()
+        assert not targets[0][shift + size :].any(), "nothing beyond the piece"
+        assert torch.equal(targets[1][3:15], source[5:17])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs an NVIDIA GPU: elsewhere torch copies")
 def test_a_gpu_gets_the_kernel() -> None:
     memory = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
-    assert isinstance(copies.copier(copies.table([]), [memory]), TritonCopier)
+    assert isinstance(copies.copier(copies.table([]), memory.device), TritonCopier)
     copies.warm_up(DEVICE)

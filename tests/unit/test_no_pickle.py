@@ -29,14 +29,14 @@ LAYERS = {
     "identity": {"errors"},
     "collective": set(),
     "copies": {"copies_triton"},
-    "copies_triton": set(),
+    "copies_triton": {"copies"},
     "wire": {"errors"},
     "manifest": {"errors", "wire"},
     "fdpass": {"errors", "fds"},
     "memory": {"errors", "fds", "memory"},
     "channel": {"errors", "wire", "fdpass"},
     "receiver": {"errors", "fds", "identity", "wire", "manifest", "fdpass", "memory", "channel", "copies", "receiver"},
-    "client": {"errors", "fds", "identity", "wire", "manifest", "fdpass", "memory", "channel", "client"},
+    "client": {"errors", "fds", "identity", "wire", "manifest", "fdpass", "memory", "channel", "copies", "client"},
 }  # fmt: skip
 FOREIGN_TO_ALL_BUT_INTEGRATIONS = {"sglang", "megatron", "slime", "ray", "transformers"}
 

@@ -12,6 +12,7 @@ import torch
 
 from sglang_recv.receiver import checksum, plan
 from sglang_recv.receiver.apply import ModelApplier, Observations
+from support.staged import staged
 
 Weights = dict[str, torch.Tensor]
 SHAPES = {
@@ -178,9 +179,9 @@ def update(model: Model, seen: Observations, sent: Weights, *, buckets: int = 3,
     applier = ModelApplier(model, seen, full=full)
     items = list(sent.items())
     for number in range(buckets):
-        staged = [(name, tensor.clone()) for name, tensor in items[number::buckets]]
-        applier.apply(staged)
-        for _, tensor in staged:
+        memory = [(name, tensor.clone()) for name, tensor in items[number::buckets]]
+        applier.apply(staged(memory))
+        for _, tensor in memory:
             tensor.fill_(-1)
     return applier
 

@@ -17,7 +17,6 @@ from sglang_recv import wire
 from sglang_recv.errors import LeaseLostError
 from sglang_recv.receiver import checksum
 from sglang_recv.receiver.apply import ModelApplier, Observations
-from sglang_recv.receiver.host import Tensors
 from sglang_recv.receiver.mailbox import ChecksumDone, Event, Mailbox, OpenVoted, RoundDone, SessionEnded
 from sglang_recv.receiver.replicated import Replicated
 from sglang_recv.wire import (
@@ -31,6 +30,7 @@ from sglang_recv.wire import (
     MemorySaver,
     OpenCarrier,
 )
+from support.staged import staged
 
 A, B = "a" * 32, "b" * 32
 LOST = AbortCarrier(A, Error.of(LeaseLostError("sender t is gone", fix="look at its log")))
@@ -195,7 +195,7 @@ class Engine:
         """The given ranks (all by default) hold a round of one bucket per name."""
         for rank in ranks or range(len(self.hosts)):
             shapes = {"a": (3, 2), "b": (4,)}
-            buckets: list[Tensors] = [[(name, torch.full(shapes.get(name, (1,)), value + rank))] for name in names]
+            buckets = [staged([(name, torch.full(shapes.get(name, (1,)), value + rank))]) for name in names]
             self.boxes[rank].put_round(session, number, buckets)
 
     def opened(self, kind: str = "full") -> None:

@@ -577,7 +577,7 @@ def test_a_session_from_open_to_commit(served: Served) -> None:
         sender.say(Load(A, 0, (Bucket((Entry(W, 0, 256),)),)))
         assert served.carrier(LoadCarrier) == LoadCarrier(A, 0)
         sender.buffers[0].tensor()[256:288].fill_(0x40)
-        ((name, tensor),) = served.mailbox.take_round(A, 0)[0]
+        ((name, tensor),) = served.mailbox.take_round(A, 0)[0].tensors()
         assert (name, tensor.tolist()) == ("w", [[3.0039215087890625] * 2] * 4), "bytes of 0x40"
         del tensor
         served.done(0)

@@ -395,7 +395,7 @@ def test_a_round_is_the_senders_bytes_in_place(rank: Rank) -> None:
     rank.session.load(PEER, Load(A, 0, (Bucket((Entry(W, 0, 512), Entry(V, 1, SIZE - 256))), Bucket(()))))
     assert rank.out.take() == [report(RankReady(A, 3, 0))]
     buckets = rank.box.take_round(A, 0)
-    (first, second), empty = buckets
+    (first, second), empty = (bucket.tensors() for bucket in buckets)
     assert (first[0], second[0], list(empty)) == ("w", "v", [])
     assert torch.equal(first[1], weights)
     assert torch.equal(second[1], other)
@@ -407,7 +407,7 @@ def test_tensors_without_bytes_need_no_buffer(bare: Rank) -> None:
     bare.opened()
     bare.load(0, Entry(TensorSpec("none", "int64", (0, 5)), 99, 7))
     buckets = bare.box.take_round(A, 0)
-    ((name, tensor),) = buckets[0]
+    ((name, tensor),) = buckets[0].tensors()
     assert (name, tensor.dtype, tuple(tensor.shape)) == ("none", torch.int64, (0, 5))
 
 
