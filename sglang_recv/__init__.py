@@ -1,7 +1,8 @@
 """Weight updates for SGLang engines: exportable memory passed as file descriptors, one session, no pickle."""
 
 from sglang_recv.client.client import WeightClient, new_session_id
-from sglang_recv.client.session import Progress, Session, UpdateReport
+from sglang_recv.client.rounds import Progress
+from sglang_recv.client.session import Session, UpdateReport
 from sglang_recv.client.target import EngineTarget, HttpTarget, Target
 from sglang_recv.errors import RecvError
 

@@ -8,7 +8,7 @@ source and its target by the number of a tensor and an offset into it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol
 
@@ -133,19 +133,30 @@ class Places:
         return self._memories[self._which[number]], int(self._offsets[number])
 
 
-class Addresses:
-    """As :class:`Places`, for those who know nothing else."""
+class Addresses(Places):
+    """Places of which nothing but the addresses is known: enough for a kernel.
+
+    Parameters
+    ----------
+    addresses
+        Where each begins, int64.
+    """
 
     def __init__(self, addresses: np.ndarray) -> None:
+        super().__init__((), np.empty(0, np.int64), addresses)
         self.addresses = addresses
+
+
+#: Gives the device memory that holds what is in a pinned int64 tensor.
+Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Copier(Protocol):
     """Runs one table, any number of times."""
 
-    def run(self, sources: Places, targets: Places) -> None:
+    def run(self, sources: Places, targets: Places, upload: Upload | None = None) -> None:
         """Copy from ``sources`` to ``targets``, which the columns of these names count, on the current stream. All are
-        of one device."""
+        of one device. ``upload`` says where a kernel's table goes; by default into memory of torch's allocator."""
 
 
 def copier(rows: np.ndarray, device: torch.device) -> Copier:
@@ -176,7 +187,7 @@ class TorchCopier:
         self._sources = [_Box(row[4], row[5], row[6], row[8], row[9], row[1]) for row in self._rows]
         self._targets = [_Box(row[4], row[5], row[7], row[8], row[10], row[3]) for row in self._rows]
 
-    def run(self, sources: Places, targets: Places) -> None:
+    def run(self, sources: Places, targets: Places, upload: Upload | None = None) -> None:
         """See :meth:`Copier.run`."""
         pairs = [
             _widest(box.of(targets.bytes_of(row[2])), other.of(sources.bytes_of(row[0])))

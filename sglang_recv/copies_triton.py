@@ -7,7 +7,6 @@ addresses is made once; for a run the addresses are put in, and the table travel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_recv.copies import Addresses, Places
+from sglang_recv.copies import Places, Upload
 
 #: Items of one step of a program, and warps that share it: 16 KiB of items of 8 bytes, eight 16-byte loads per thread.
 TILE: Final = 2048
@@ -25,9 +24,6 @@ STEPS: Final = 8
 _ITEMS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 #: What kernels get begins at multiples of this: triton compiles other addresses apart, as it would other counts.
 _ALIGNED: Final = 16
-
-#: Gives the device memory that holds what is in an int64 tensor of the host.
-Upload = Callable[[torch.Tensor], torch.Tensor]
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
@@ -105,21 +101,18 @@ class TritonCopier:
         The table, of :data:`sglang_recv.copies.ROW`.
     device
         The GPU.
-    upload
-        Where the table goes; by default into memory of torch's allocator.
     """
 
-    def __init__(self, rows: np.ndarray, device: torch.device, upload: Upload | None = None) -> None:
+    def __init__(self, rows: np.ndarray, device: torch.device) -> None:
         self._rows = rows[(rows["run"] > 0) & (rows["inner"] > 0) & (rows["outer"] > 0)]
         self._device = device
-        self._upload = upload or (lambda table: table.to(device, non_blocking=True))
         #: What the addresses were when the launches were made, modulo 16: the items that a row moves depend on it.
         self._low: np.ndarray | None = None
         self._launches: list[_Launch] = []
         self._table = np.empty(0, np.int64)
 
-    def run(self, sources: Places | Addresses, targets: Places | Addresses) -> None:
-        """Copy from ``sources`` to ``targets``, which the columns of these names count."""
+    def run(self, sources: Places, targets: Places, upload: Upload | None = None) -> None:
+        """See :meth:`sglang_recv.copies.Copier.run`."""
         if not len(self._rows):
             return
         source = sources.addresses[self._rows["source"]] + self._rows["source_offset"]
@@ -136,7 +129,8 @@ class TritonCopier:
         table = torch.from_numpy(self._table)
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                self._launch(self._upload(table.pin_memory()))
+                pinned = table.pin_memory()
+                self._launch(pinned.to(self._device, non_blocking=True) if upload is None else upload(pinned))
         else:
             self._launch(table)
 

@@ -16,7 +16,7 @@ import msgspec
 from sglang_recv.errors import BadMessageError, LimitError, ProtocolVersionError, RecvError, error_from_code
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 0
+PROTOCOL_MINOR: Final = 1
 
 #: Largest encoded message, in bytes. A manifest of 500,000 tensors is about 30 MiB.
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -111,8 +111,9 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 class Open(msgspec.Struct, tag=True, frozen=True):
     """Opens a session on one rank.
 
-    ``manifest`` is None when the sender converts lazily. ``staging_bytes`` announces the peak of staging memory on the
-    device that this sender will hold, in bytes.
+    ``manifest`` is None when the sender converts lazily. ``staging_bytes`` announces the peak of memory on the device
+    that this sender will offer, in bytes; it binds with a manifest. ``recall`` is the token of a committed session that
+    this one may repeat round by round.
     """
 
     session: str
@@ -121,6 +122,15 @@ class Open(msgspec.Struct, tag=True, frozen=True):
     staging_bytes: int
     manifest: tuple[TensorSpec, ...] | None = None
     takeover: bool = False
+    recall: str = ""
+
+
+class Announce(msgspec.Struct, tag=True, frozen=True):
+    """What :class:`Open` may have left out, before the first round: the whole manifest, and the peak of memory."""
+
+    session: str
+    staging_bytes: int
+    manifest: tuple[TensorSpec, ...]
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
@@ -131,6 +141,20 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     buckets: tuple[Bucket, ...]
 
 
+class Repeat(msgspec.Struct, tag=True, frozen=True):
+    """The round of this number is as it was in the recalled session.
+
+    ``buffers`` are the ids of the buffers that it lies in, in the order in which the recalled session first used them
+    in this round. Where the same tensors lie elsewhere, ``places`` has the id of a buffer and an offset for each of
+    them in turn, and ``buffers`` is empty.
+    """
+
+    session: str
+    round: int
+    buffers: tuple[int, ...]
+    places: tuple[int, ...] = ()
+
+
 class ReleaseBuffer(msgspec.Struct, tag=True, frozen=True):
     """Asks the rank to unmap one buffer."""
 
@@ -139,10 +163,12 @@ class ReleaseBuffer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
-    """No more rounds from this sender; ``rounds`` is how many it sent."""
+    """No more rounds from this sender; ``rounds`` is how many it sent. Under the token ``remember``, when there is one,
+    the rank keeps what came in this session, if it is committed."""
 
     session: str
     rounds: int
+    remember: str = ""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -158,7 +184,7 @@ class ChecksumRequest(msgspec.Struct, tag=True, frozen=True):
     token: str
 
 
-SenderMessage = Hello | Heartbeat | Open | Load | ReleaseBuffer | Finish | Abort | ChecksumRequest
+SenderMessage = Hello | Heartbeat | Open | Announce | Load | Repeat | ReleaseBuffer | Finish | Abort | ChecksumRequest
 
 
 # --- rank to sender -------------------------------------------------------------------------------------------------
@@ -200,9 +226,10 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """Every rank opened and voted for the session."""
+    """Every rank opened and voted for the session; ``recalled`` when this one remembers the session to recall."""
 
     session: str
+    recalled: bool = False
 
 
 class Ack(msgspec.Struct, tag=True, frozen=True):

@@ -16,9 +16,12 @@ import zmq
 
 from sglang_recv import identity, manifest
 from sglang_recv.client.choice import WEIGHTS_TAG, Situation, choose
+from sglang_recv.client.layout import Layouts, Sizes
 from sglang_recv.client.link import Heart, RankLink, greet, wait
+from sglang_recv.client.rounds import Progress
 from sglang_recv.client.select import Ranks, Sender, pair
-from sglang_recv.client.session import NamedTensors, Progress, Session, UpdateReport, check_pair
+from sglang_recv.client.session import NamedTensors, Session, UpdateReport
+from sglang_recv.client.source import AtHand, Described, Source, Unknown
 from sglang_recv.client.target import HttpTarget, Target
 from sglang_recv.errors import (
     DeadlineError,
@@ -96,6 +99,7 @@ class WeightClient:
         self._tables: dict[str, RankTable] = {}
         self._pid = os.getpid()
         self._session: Session | None = None
+        self._layouts = Layouts()
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     # --- public ------------------------------------------------------------------------------------------------------
@@ -162,11 +166,14 @@ class WeightClient:
         RecvError
             See :mod:`sglang_recv.errors`.
         """
-        known = named_tensors if isinstance(named_tensors, (Mapping, list, tuple)) else None
-        with self.open(
+        source: Source = Unknown()
+        if isinstance(named_tensors, (Mapping, list, tuple)):
+            source = at_hand = AtHand(named_tensors)
+            named_tensors = at_hand.pairs
+        with self._open(
             version,
+            source,
             kind=kind,
-            specs=None if known is None else _specs(known),
             pause=pause,
             resume_weights=resume_weights,
             flush_cache=flush_cache,
@@ -202,6 +209,35 @@ class WeightClient:
             same id and ``coordinator=False``. Every rank must be fed by exactly one sender.
             Only the coordinator resumes weights, before the others may open.
         """
+        with self._open(
+            version,
+            Unknown() if specs is None else Described(specs),
+            kind=kind,
+            session_id=session_id,
+            coordinator=coordinator,
+            pause=pause,
+            resume_weights=resume_weights,
+            flush_cache=flush_cache,
+            takeover=takeover,
+            on_progress=on_progress,
+        ) as session:
+            yield session
+
+    @contextlib.contextmanager
+    def _open(
+        self,
+        version: str,
+        source: Source,
+        *,
+        kind: str,
+        session_id: str | None = None,
+        coordinator: bool = True,
+        pause: str,
+        resume_weights: bool,
+        flush_cache: bool,
+        takeover: bool,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> Iterator[Session]:
         self._check_usable()
         # isprintable is False for a lone surrogate, which no message can carry.
         text: object = version
@@ -218,29 +254,23 @@ class WeightClient:
             links = undo.enter_context(self._links(self._ranks, kind, resume=resume_weights and coordinator))
             welcomes = [link.welcome for link in links if link.welcome is not None]
             lease = min(welcome.lease_seconds for welcome in welcomes)
-            slot_bytes, peak = self._sizes(links, specs, welcomes[0].groups)
-            request = Open(
-                session=session_id or new_session_id(),
-                sender=self._name,
-                kind=kind,
-                staging_bytes=peak,
-                manifest=None if specs is None else tuple(specs),
-                takeover=takeover,
-            )
+            groups = welcomes[0].groups
+            request = Open(session_id or new_session_id(), self._name, kind, staging_bytes=0, takeover=takeover)
             session = Session(
                 self._targets,
                 links,
                 Heart(self._context, links, request.session, self._name, lease / 5),
                 request,
+                source,
                 version=version,
                 mode="vmm",
-                slots=self._slots,
-                slot_bytes=slot_bytes,
+                sizes=lambda specs: self._sizes(torch.device(links[0].device), specs, groups),
+                layouts=self._layouts,
                 deadline=self._deadline,
                 lease=lease,
                 flush_cache=flush_cache,
                 coordinator=coordinator,
-                groups=welcomes[0].groups,
+                groups=groups,
                 on_progress=on_progress,
             )
             undo.enter_context(session)
@@ -380,10 +410,9 @@ class WeightClient:
         return links
 
     def _sizes(
-        self, links: Sequence[RankLink], specs: Sequence[TensorSpec] | None, groups: Sequence[Sequence[str]]
-    ) -> tuple[int, int]:
-        """Bytes of one slot, and the peak on one device that is known beforehand."""
-        device = torch.device(links[0].device)
+        self, device: torch.device, specs: Sequence[TensorSpec] | None, groups: Sequence[Sequence[str]]
+    ) -> Sizes:
+        """Staging on ``device``."""
         unit = granularity(device)
         slot = self._slot_bytes or SLOT_BYTES[device.type]
         largest = 0
@@ -396,26 +425,7 @@ class WeightClient:
             largest = max(together.values(), default=0)
         slot = -(-slot // unit) * unit
         oversize = -(-largest // unit) * unit if largest > slot else 0
-        return slot, self._slots * slot + oversize
-
-
-def _specs(named: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
-    """The manifest of tensors that are all there.
-
-    Raises
-    ------
-    ManifestError
-        When it is wrong by itself (duplicates, names, dtypes).
-    """
-    pairs = named.items() if isinstance(named, Mapping) else named
-    specs = []
-    for name, tensor in pairs:
-        check_pair(name, tensor)
-        specs.append(manifest.spec_of(name, tensor))
-    findings = manifest.check_specs(specs)
-    if findings:
-        raise manifest.manifest_error(findings, "the tensors to send are not a manifest")
-    return specs
+        return Sizes(self._slots, slot, self._slots * slot + oversize)
 
 
 def _sender() -> Sender:

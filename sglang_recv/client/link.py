@@ -66,6 +66,7 @@ class RankLink:
         self.fds: FdConnection | None = None
         self.welcome: Welcome | None = None
         self.opened = False
+        self.recalled = False
         self.prepared = False
         self.committed = False
         self.plan: PlanReport | None = None
@@ -104,7 +105,7 @@ class RankLink:
         elif isinstance(message, Welcome):
             self.welcome = message
         elif isinstance(message, Opened):
-            self.opened = True
+            self.opened, self.recalled = True, message.recalled
         elif isinstance(message, Released):
             self.released.add(message.buffer)
         elif isinstance(message, Prepared):

@@ -8,42 +8,27 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from sglang_recv import manifest
+from sglang_recv.client.fill import Filler
+from sglang_recv.client.follow import Follower
+from sglang_recv.client.layout import Layout, Layouts, Sizes, new_token
 from sglang_recv.client.link import Heart, RankLink, combined, wait
-from sglang_recv.client.staging import Buffer, Staging
+from sglang_recv.client.rounds import Clock, Progress, Rounds
+from sglang_recv.client.source import Source
+from sglang_recv.client.staging import Staging
 from sglang_recv.client.target import Target
 from sglang_recv.errors import CommitError, RecvError, SessionAbortedError, SessionStateError, UnsupportedError
-from sglang_recv.wire import (
-    Abort,
-    Bucket,
-    CommitCarrier,
-    Entry,
-    Finish,
-    Load,
-    Open,
-    PlanReport,
-    ReleaseBuffer,
-    TensorSpec,
-)
+from sglang_recv.wire import Abort, Announce, CommitCarrier, Finish, Open, PlanReport, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What ``on_progress`` gets after each round: tensors and bytes so far, and seconds since the session opened."""
-
-    tensors: int
-    nbytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,17 +53,6 @@ class UpdateReport:
     plans: dict[str, PlanReport]
 
 
-@dataclass
-class _Fill:
-    """The bucket that is being filled."""
-
-    buffer: Buffer
-    entries: list[Entry] = field(default_factory=list)
-    used: int = 0
-    #: What is placed but not copied yet; only from sources that keep all their tensors anyway.
-    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-
-
 class Session:
     """Returned by :meth:`sglang_recv.WeightClient.open`; a context manager that aborts unless it was committed.
 
@@ -91,11 +65,12 @@ class Session:
         links: Sequence[RankLink],
         heart: Heart,
         request: Open,
+        source: Source,
         *,
         version: str,
         mode: str,
-        slots: int,
-        slot_bytes: int,
+        sizes: Callable[[Sequence[TensorSpec] | None], Sizes],
+        layouts: Layouts,
         deadline: float,
         lease: float,
         flush_cache: bool,
@@ -104,6 +79,7 @@ class Session:
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self.id = request.session
+        self._kind = request.kind
         self._targets = targets
         self._links = links
         self._heart = heart
@@ -113,46 +89,79 @@ class Session:
         self._lease = lease
         self._flush = flush_cache
         self._coordinator = coordinator
-        self._groups = groups
-        self._on_progress = on_progress
-        self._announced = None if request.manifest is None else {spec.name: spec for spec in request.manifest}
-        self._started = time.monotonic()
-        self._phases = dict.fromkeys(("open", "pack", "wait", "finish", "commit"), 0.0)
-        self._staging: Staging | None = None
-        self._fill: _Fill | None = None
-        self._large: Buffer | None = None
-        self._held: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
-        self._names: set[str] = set()
-        self._kept = False
-        self._slot = 0
-        self._rounds = 0
-        self._nbytes = 0
-        self._sent = 0
+        self._layouts = layouts
+        self._clock = Clock()
+        self._clock.phases = dict.fromkeys(("open", "pack", "wait", "finish", "commit"), 0.0)
+        staging = Staging(links, self.id, deadline)
+        self._rounds = Rounds(links, staging, self.id, deadline, lease, self._clock, on_progress)
+        self._filler = Filler(self._rounds, self.id, groups)
+        self._follower: Follower | None = None
+        #: True when all that this session sends is known to fit what ``_follower`` repeats.
+        self._verified = False
+        self._layout: Layout | None = None
         self._finished = False
         self._closed = False
         self._pid = os.getpid()
         self.report: UpdateReport | None = None
         try:
-            with self._phase("open"):
-                for link in links:
-                    link.attach(request.session, request.sender, deadline)
-                    link.send(request)
-                self._staging = Staging(links, request.session, deadline)
-                if not request.takeover:  # else the sender before this one still has its own
-                    self._allocate(slots, slot_bytes)
-                self._wait(lambda link: link.opened, "open")
-                if request.takeover:
-                    self._allocate(slots, slot_bytes)
-                self._staging.offer()
+            with self._clock.phase("open"):
+                self._open(request, source, sizes)
         except BaseException:
             self.abort("open failed")
             raise
 
+    def _open(self, request: Open, source: Source, sizes: Callable[[Sequence[TensorSpec] | None], Sizes]) -> None:
+        """Open on every rank, and allocate."""
+        guess = self._guess(source)
+        specs = source.specs() if guess is None else None
+        chosen = sizes(specs) if guess is None else guess.sizes
+        request = msgspec.structs.replace(
+            request,
+            staging_bytes=chosen.peak,
+            manifest=None if specs is None else tuple(specs),
+            recall="" if guess is None else guess.token,
+        )
+        for link in self._links:
+            link.attach(request.session, request.sender, self._deadline)
+            link.send(request)
+        if guess is not None and not source.fits(guess):
+            # While the ranks were opening; they learn what is sent instead before anything is.
+            specs = source.specs()
+            chosen = sizes(specs)
+            guess = None
+        if not request.takeover:  # else the sender before this one still has its own
+            self._allocate(chosen)
+        self._rounds.wait(lambda link: link.opened, "open")
+        if guess is not None and not all(link.recalled for link in self._links):
+            specs, guess = source.specs(), None
+        if guess is not None:
+            self._follower = Follower(self._rounds, self.id, guess)
+            self._verified = source.count is not None
+        elif specs is not None and request.manifest is None:
+            self._announce(specs, chosen.peak)
+        if request.takeover:
+            self._allocate(chosen)
+        self._rounds.staging.offer()
+        self._sizes = chosen
+        if specs is not None:
+            self._filler.announced = {spec.name: spec for spec in specs}
+
+    def _guess(self, source: Source) -> Layout | None:
+        """What this session may repeat. Engines before protocol 1.1 must be told everything."""
+        if not source.repeats or any(link.welcome is None or link.welcome.protocol_minor < 1 for link in self._links):
+            return None
+        return self._layouts.guess(self._kind, source.count)
+
+    def _announce(self, specs: Sequence[TensorSpec], peak: int) -> None:
+        for link in self._links:
+            link.opened = False
+            link.send(Announce(self.id, peak, tuple(specs)))
+        self._rounds.wait(lambda link: link.opened, "announcement")
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of a staging slot: what one round holds, unless it is a single tensor that is larger."""
-        assert self._staging is not None
-        return self._staging.slot_bytes
+        return self._rounds.staging.slot_bytes
 
     # --- public ------------------------------------------------------------------------------------------------------
 
@@ -180,12 +189,40 @@ class Session:
                 f"tensors are sent under {type(mode).__name__}, which may replace their bytes",
                 fix="call send() outside of torch dispatch modes such as FakeTensorMode",
             )
-        self._kept = isinstance(named_tensors, (Mapping, list, tuple))
+        kept = self._filler.kept = isinstance(named_tensors, (Mapping, list, tuple))
         with self._ends("sending"):
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+            if self._follower is not None:
+                pairs = self._followed(list(pairs)) if kept else self._followed_lazily(pairs)
             for name, tensor in pairs:
-                self._add(name, tensor)
-            self._pack_waiting()
+                self._filler.add(name, tensor)
+            self._filler.pack_waiting()
+
+    def _followed(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[str, torch.Tensor]]:
+        """Send what was sent before as it was; the rest, which must go another way."""
+        follower = self._follower
+        assert follower is not None
+        if self._verified and not follower.complete:
+            follower.take_all(pairs)
+            return ()
+        taken = follower.take(pairs)
+        if taken < len(pairs):
+            self._leave()
+        return pairs[taken:]
+
+    def _followed_lazily(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in pairs:
+            if self._follower is None:
+                yield pair
+            elif not self._follower.take((pair,)):
+                self._leave()
+                yield pair
+
+    def _leave(self) -> None:
+        """This session is not a repetition any more."""
+        if self._follower is not None:
+            left, self._follower = self._follower.left(), None
+            self._filler.adopt(left)
 
     def flush(self) -> int:
         """Send the bucket that is being filled as it is; how many rounds this sender has sent.
@@ -201,15 +238,19 @@ class Session:
         """
         self._check_open()
         with self._ends("flushing"):
-            self._flush_bucket()
-        return self._rounds
+            if self._follower is not None and not self._follower.between_rounds:
+                self._leave()
+            self._filler.flush()
+        return self._rounds.sent
 
     def pad(self, rounds: int) -> None:
         """Send rounds without tensors until this sender has sent ``rounds``; see :meth:`flush`."""
         self._check_open()
         with self._ends("padding"):
-            while self._rounds < rounds:
-                self._send_load(())
+            while self._rounds.sent < rounds:
+                if self._follower is None or not self._follower.pad():
+                    self._leave()
+                    self._filler.pad()
 
     def finish(self) -> None:
         """Send what is still waiting, and return once every rank has read everything and the update is complete.
@@ -227,13 +268,15 @@ class Session:
         self._check_open()
         if self._finished:
             return
-        with self._ends("finishing"), self._phase("finish"):
-            for key in list(self._held):
-                self._release_group(key)
-            self._flush_bucket()
+        with self._ends("finishing"), self._clock.phase("finish"):
+            if self._follower is not None and not self._follower.complete:
+                self._leave()
+            self._filler.finish()
+            self._layout = self._as_sent()
+            remember = "" if self._follower is not None else self._layout.token
             for link in self._links:
-                link.send(Finish(self.id, self._rounds))
-            self._wait(lambda link: link.prepared or link.committed, "finish")
+                link.send(Finish(self.id, self._rounds.sent, remember))
+            self._rounds.wait(lambda link: link.prepared or link.committed, "finish")
         self._finished = True
 
     def commit(self) -> UpdateReport:
@@ -250,20 +293,21 @@ class Session:
             When an engine refused, with the outcome of each engine.
         """
         self.finish()
-        with self._ends("committing"), self._phase("commit"):
+        with self._ends("committing"), self._clock.phase("commit"):
             self._commit_all()
-        assert self._staging is not None
-        phases = self._phases | {"load": max(link.load_seconds for link in self._links)}
+        assert self._layout is not None
+        self._layouts.keep(self._layout)
+        phases = self._clock.phases | {"load": max(link.load_seconds for link in self._links)}
         self.report = UpdateReport(
             version=self._version,
             mode=self._mode,
             engines=tuple(target.name for target in self._targets),
-            tensors=self._sent,
-            nbytes=self._nbytes,
-            rounds=self._rounds,
-            seconds=time.monotonic() - self._started,
+            tensors=self._rounds.tensors,
+            nbytes=self._rounds.nbytes,
+            rounds=self._rounds.sent,
+            seconds=time.monotonic() - self._clock.started,
             phases={name: round(seconds, 6) for name, seconds in phases.items()},
-            staging_bytes=self._staging.peak_bytes,
+            staging_bytes=self._rounds.staging.peak_bytes,
             plans={link.name: link.plan for link in self._links if link.plan is not None},
         )
         self._close()
@@ -299,147 +343,25 @@ class Session:
     ) -> None:
         self.abort("left without a commit" if kind is None else f"{kind.__name__} in the caller")
 
-    def _allocate(self, slots: int, slot_bytes: int) -> None:
-        assert self._staging is not None
+    def _allocate(self, sizes: Sizes) -> None:
         try:
-            self._staging.allocate(slots, slot_bytes)
+            self._rounds.staging.allocate(sizes.slots, sizes.slot_bytes)
         except RecvError:
-            self._wait(lambda link: link.opened, "open")  # why it is refused says more than that memory is short
+            self._rounds.wait(lambda link: link.opened, "open")  # why it is refused says more than that memory is short
             raise
 
-    # --- filling -----------------------------------------------------------------------------------------------------
-
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        check_pair(name, tensor)
-        spec = manifest.spec_of(name, tensor)
-        findings = []
-        if self._announced is None:
-            findings += manifest.problems_of(spec)
-        elif self._announced.get(name) != spec:
-            findings.append(f"{name}: {spec.dtype}{list(spec.shape)} is not what was announced")
-        if name in self._names:
-            findings.append(f"{name}: sent twice")
-        if hasattr(tensor, "full_tensor"):
-            findings.append(f"{name}: a DTensor is one rank's shard; send tensor.full_tensor()")
-        elif tensor.layout is not torch.strided or tensor.is_meta:
-            findings.append(f"{name}: layout {tensor.layout} on {tensor.device} has no bytes to send")
-        if findings:
-            raise manifest.manifest_error(findings, "a tensor cannot be sent")
-        self._names.add(name)
-        names = manifest.group_of(name, self._groups)
-        if names is None:
-            self._place([(spec, tensor)])
-            return
-        group = self._held.setdefault(names, {})
-        group[name] = tensor.detach().clone()
-        if len(group) == len(names):
-            self._release_group(names)
-
-    def _release_group(self, key: tuple[str, ...]) -> None:
-        group = self._held.pop(key)
-        self._place([(manifest.spec_of(name, tensor), tensor) for name, tensor in group.items()])
-
-    def _place(self, tensors: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
-        """Put tensors that belong together into one bucket."""
-        assert self._staging is not None
-        needed = sum(manifest.align(manifest.nbytes(spec)) for spec, _ in tensors)
-        if needed > self._staging.slot_bytes:
-            self._oversize(tensors, needed)
-            return
-        if self._fill is not None and self._fill.used + needed > self._staging.slot_bytes:
-            self._flush_bucket()
-        if self._fill is None:
-            self._fill = _Fill(self._next_slot())
-        self._copy(self._fill, tensors)
-
-    def _copy(self, fill: _Fill, tensors: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
-        assert self._staging is not None
-        for spec, tensor in tensors:
-            size = manifest.nbytes(spec)
-            fill.entries.append(Entry(spec, fill.buffer.number, fill.used))
-            fill.waiting.append((fill.used, tensor))
-            fill.used += manifest.align(size)
-            self._nbytes += size
-            self._sent += 1
-        if not self._kept:
-            self._pack(fill)
-
-    def _pack(self, fill: _Fill) -> None:
-        assert self._staging is not None
-        with self._phase("pack"):
-            self._staging.pack(fill.buffer, fill.waiting)
-            fill.waiting.clear()
-
-    def _pack_waiting(self) -> None:
-        """Before a call returns, nothing of its tensors is needed any more."""
-        if self._fill is not None:
-            self._pack(self._fill)
-
-    def _oversize(self, tensors: Sequence[tuple[TensorSpec, torch.Tensor]], needed: int) -> None:
-        """Tensors that no slot can hold travel in a buffer of their own, which is kept for the next such ones."""
-        assert self._staging is not None
-        self._flush_bucket()
-        buffer = self._large
-        if buffer is not None:
-            self._wait_acked(buffer.free_at)
-            if buffer.nbytes < needed:
-                self._release(buffer)
-                buffer = None
-        if buffer is None:
-            buffer = self._large = self._staging.add(needed)
-        fill = _Fill(buffer)
-        self._copy(fill, tensors)
-        self._send_round(fill)
-
-    def _release(self, buffer: Buffer) -> None:
-        assert self._staging is not None
-        for link in self._links:
-            link.send(ReleaseBuffer(self.id, buffer.number))
-        self._wait(lambda link: buffer.number in link.released, f"release of buffer {buffer.number}")
-        self._staging.drop(buffer)
-
-    def _next_slot(self) -> Buffer:
-        assert self._staging is not None
-        buffer = self._staging.slots[self._slot]
-        self._slot = (self._slot + 1) % len(self._staging.slots)
-        self._wait_acked(buffer.free_at)
-        return buffer
-
-    def _wait_acked(self, rounds: int) -> None:
-        with self._phase("wait"):
-            self._wait(lambda link: link.acked >= rounds, f"acknowledgement of round {rounds - 1}")
-
-    def _flush_bucket(self) -> None:
-        fill, self._fill = self._fill, None
-        if fill is not None and fill.entries:
-            self._send_round(fill)
-
-    def _send_round(self, fill: _Fill) -> None:
-        assert self._staging is not None
-        self._pack(fill)
-        with self._phase("pack"):
-            self._staging.wait_packed()
-        self._send_load((Bucket(tuple(fill.entries)),))
-        fill.buffer.free_at = self._rounds
-        if self._on_progress is not None:
-            self._on_progress(Progress(self._sent, self._nbytes, time.monotonic() - self._started))
-
-    def _send_load(self, buckets: tuple[Bucket, ...]) -> None:
-        message = Load(self.id, self._rounds, buckets)
-        for link in self._links:
-            link.send(message)
-        self._rounds += 1
-        for link in self._links:
-            link.pump()
-        failed = [link for link in self._links if link.error is not None]
-        if failed:
-            raise combined(failed)
+    def _as_sent(self) -> Layout:
+        """What this session was, for the next one."""
+        if self._follower is not None:
+            return self._follower.layout
+        order = tuple(self._filler.order)
+        return Layout(new_token(), self._kind, self._sizes, tuple(self._filler.history), order)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _commit_all(self) -> None:
         if not self._coordinator:
-            self._wait(lambda link: link.committed, "commit by the coordinator")
+            self._rounds.wait(lambda link: link.committed, "commit by the coordinator")
             return
         carrier = CommitCarrier(self.id, self._version, self._flush)
         if len(self._targets) == 1:
@@ -459,7 +381,7 @@ class Session:
                 del failed[name]
         if failed:
             raise self._commit_error(failed, [t.name for t in self._targets if t.name not in failed])
-        self._wait(lambda link: link.committed, "commit")
+        self._rounds.wait(lambda link: link.committed, "commit")
 
     def _commit_error(self, failed: Mapping[str, RecvError], committed: Sequence[str]) -> RecvError:
         # A rank's own error says more than the HTTP answer.
@@ -480,17 +402,6 @@ class Session:
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _wait(self, done: Callable[[RankLink], bool], phase: str) -> None:
-        wait(self._links, done, f"session {self.id[:8]}, {phase}", self._deadline, self._lease)
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._phases[name] += time.monotonic() - started
-
     @contextlib.contextmanager
     def _ends(self, what: str) -> Iterator[None]:
         """An error of this step ends the session."""
@@ -506,12 +417,11 @@ class Session:
 
     def _close(self) -> None:
         self._closed = True
-        self._held.clear()
+        self._filler.clear()
         self._heart.stop()
         for link in self._links:
             link.close()
-        if self._staging is not None:
-            self._staging.close()
+        self._rounds.staging.close()
 
 
 def _outcome(target: Target, carrier: CommitCarrier, deadline: float) -> RecvError | None:
@@ -522,18 +432,3 @@ def _outcome(target: Target, carrier: CommitCarrier, deadline: float) -> RecvErr
     except Exception as error:  # of a Target that is not ours, or of the HTTP library half-way
         return CommitError(f"{target.name}: {type(error).__name__}: {error}", fix="look at the engine's log")
     return None
-
-
-def check_pair(name: object, tensor: object) -> None:
-    """Refuse what is not a name with a tensor.
-
-    Raises
-    ------
-    ManifestError
-        Naming both types.
-    """
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise manifest.manifest_error(
-            [f"{str(name)[:80]!r} ({type(name).__name__}) with a {type(tensor).__name__}"],
-            "a source gives pairs of a name and a tensor",
-        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_recv.client.link import RankLink
-from sglang_recv.client.pack import Packer, TorchPacker
+from sglang_recv.client.pack import Packer, Tables
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
@@ -74,7 +74,7 @@ class Staging:
         self.slots: list[Buffer] = []
         self.slot_bytes = 0
         self.peak_bytes = 0
-        self.packers: dict[str, Packer] = {device: TorchPacker(torch.device(device)) for device in self._devices}
+        self._packers = {device: Packer(torch.device(device)) for device in self._devices}
 
     def allocate(self, slots: int, slot_bytes: int) -> None:
         """Make the slots, of ``slot_bytes`` bytes each per device; ranks get them by :meth:`offer`.
@@ -112,8 +112,12 @@ class Staging:
         buffer = Buffer(self._next, nbytes, self._devices)
         self._next += 1
         self._buffers[buffer.number] = buffer
-        self.peak_bytes = max(self.peak_bytes, sum(b.total for b in self._buffers.values()))
+        self._count()
         return buffer
+
+    def _count(self) -> None:
+        scratch = sum(packer.scratch_bytes for packer in self._packers.values())
+        self.peak_bytes = max(self.peak_bytes, scratch + sum(b.total for b in self._buffers.values()))
 
     def _offer(self, buffers: Sequence[Buffer]) -> None:
         # All of them before the first answer: ranks and this side work at the same time.
@@ -131,15 +135,26 @@ class Staging:
     def pack(self, buffer: Buffer, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Start copying tensors to their offsets, on every device."""
         for device, views in buffer.views.items():
-            self.packers[device].pack(views, tensors)
+            self._packers[device].pack(views, tensors)
+
+    def pack_again(self, buffer: Buffer, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> bool:
+        """Start copying tensors ``first`` and following of a known bucket by kernels; False when some device needs
+        :meth:`pack`."""
+        packed = [
+            self._packers[device].pack_again(views, tables, first, tensors) for device, views in buffer.views.items()
+        ]
+        self._count()
+        return all(packed)
 
     def wait_packed(self) -> None:
         """Return once all started copies are done."""
-        for packer in self.packers.values():
+        for packer in self._packers.values():
             packer.wait()
 
     def close(self) -> None:
         """Free everything on this side. The ranks have unmapped theirs when the session is over."""
+        for packer in self._packers.values():
+            packer.close()
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()

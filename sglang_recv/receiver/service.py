@@ -24,12 +24,14 @@ from sglang_recv.fdpass import FdConnection, FdListener
 from sglang_recv.memory import MemoryKind
 from sglang_recv.receiver import checksum
 from sglang_recv.receiver.catalog import Catalog
+from sglang_recv.receiver.fences import Fences, Reached
 from sglang_recv.receiver.leader import Leader
-from sglang_recv.receiver.mailbox import ChecksumDone, Event, Mailbox, OpenVoted, RoundDone, SessionEnded
+from sglang_recv.receiver.mailbox import ChecksumDone, Event, Mailbox, OpenVoted, RoundDone
 from sglang_recv.receiver.session import RankSession
 from sglang_recv.wire import (
     Abort,
     Alive,
+    Announce,
     Attach,
     Attached,
     BufferMapped,
@@ -52,6 +54,7 @@ from sglang_recv.wire import (
     RankMessage,
     RankReport,
     ReleaseBuffer,
+    Repeat,
     Welcome,
 )
 
@@ -147,6 +150,7 @@ class Service:
         self._connections: dict[int, tuple[FdConnection, str, str]] = {}
         self._accept_again = 0.0
         self._checksums: dict[str, bytes] = {}
+        self._fences = Fences(waits=facts.device.type == "cuda")
         self._stop = Wakeup()
         self._stopping = False
         self._session = RankSession(
@@ -241,6 +245,7 @@ class Service:
     def _release(self) -> None:
         sys.setswitchinterval(_USUAL_SWITCH_SECONDS)
         self._session.close()
+        self._fences.close()
         for fd, (connection, _, _) in list(self._connections.items()):
             self._drop(fd, connection)
         self._fds.close()
@@ -266,6 +271,7 @@ class Service:
         sources: list[Any] = [
             self._stop,
             self._mailbox.wakeup,
+            self._fences.wakeup,
             *(c for c, _, _ in self._connections.values()),
         ]
         if time.monotonic() >= self._accept_again:
@@ -286,6 +292,8 @@ class Service:
         self._from_link()
         for event in self._mailbox.events():
             self._guard(functools.partial(self._from_scheduler, event), "an event of the scheduler")
+        for reached in self._fences.take():
+            self._guard(functools.partial(self._from_device, reached), "work of the device")
         self._guard(self._session.tick, "the lease")
         if self._leader is not None:
             self._guard(self._leader.tick, "the leader's clock")
@@ -299,18 +307,23 @@ class Service:
             self._session.open_voted(event)
             if event.error is not None and self._leader is not None:
                 self._leader.over(event.session)
-        elif isinstance(event, RoundDone):
-            event.fence.synchronize()
-            self._session.round_done(event)
-        elif isinstance(event, SessionEnded):
-            try:
-                event.fence.synchronize()
-            finally:
-                self._session.ended(event)
-                if self._leader is not None:
-                    self._leader.over(event.session)
         elif isinstance(event, ChecksumDone):
             self._checksum_done(event)
+        else:
+            self._fences.put(event)
+
+    def _from_device(self, reached: Reached) -> None:
+        event = reached.event
+        if isinstance(event, RoundDone):
+            if reached.error is not None:
+                raise reached.error
+            self._session.round_done(event)
+            return
+        self._session.ended(event)
+        if self._leader is not None:
+            self._leader.over(event.session)
+        if reached.error is not None:
+            raise reached.error
 
     # --- senders -----------------------------------------------------------------------------------------------------
 
@@ -352,8 +365,12 @@ class Service:
             except RecvError as error:
                 # A refused Open has no session to end: another sender's may be the live one, under the same id.
                 self.to_sender(peer, Error.of(error, message.session, self._mailbox.status.state))
+        elif isinstance(message, Announce):
+            self._session.announce(peer, message)
         elif isinstance(message, Load):
             self._session.load(peer, message)
+        elif isinstance(message, Repeat):
+            self._session.repeat(peer, message)
         elif isinstance(message, ReleaseBuffer):
             self._session.release(peer, message)
         elif isinstance(message, Finish):

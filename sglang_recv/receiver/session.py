@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-import numpy as np
 import torch
 
 from sglang_recv import manifest
@@ -26,15 +25,16 @@ from sglang_recv.errors import (
 from sglang_recv.fdpass import OwnedFd
 from sglang_recv.memory import MemoryKind, StagingBuffer, import_buffer
 from sglang_recv.receiver.apply import Applier
-from sglang_recv.receiver.bucket import Layout, StagedBucket
 from sglang_recv.receiver.catalog import Catalog
 from sglang_recv.receiver.mailbox import Mailbox, OpenVoted, RoundDone, SessionEnded
+from sglang_recv.receiver.remembered import Memory, Round, misplaced, round_of
 from sglang_recv.wire import (
     MAX_BUCKETS_PER_ROUND,
     MAX_BUFFERS,
     Abort,
     Aborted,
     Ack,
+    Announce,
     Bucket,
     Committed,
     Error,
@@ -53,6 +53,7 @@ from sglang_recv.wire import (
     RankReport,
     ReleaseBuffer,
     Released,
+    Repeat,
     TensorSpec,
 )
 
@@ -89,7 +90,13 @@ class _Live:
     staging_bytes: int
     state: str = "opening"
     applier: Applier | None = None
+    #: What came so far, and how many rounds of it are in ``seen``.
+    history: list[Round] = field(default_factory=list)
+    merged: int = 0
     seen: dict[str, TensorSpec] = field(default_factory=dict)
+    #: The session to repeat. None when it is not remembered, or this one was not a repetition of it in all rounds.
+    recalled: tuple[Round, ...] | None = None
+    remember: str = ""
     buffers: dict[int, StagingBuffer] = field(default_factory=dict)
     views: dict[int, manifest.Views] = field(default_factory=dict)
     in_flight: dict[int, set[int]] = field(default_factory=dict)
@@ -150,6 +157,7 @@ class RankSession:
         self._progress = progress_seconds
         self._live: _Live | None = None
         self._waiting: tuple[bytes, Open] | None = None
+        self._memory = Memory()
         #: Ids of the last sessions, oldest first: what still flies around of one must not meet another of the same id.
         self._used: dict[str, None] = {}
 
@@ -175,7 +183,8 @@ class RankSession:
         RecvError
             When it is refused; nothing has changed then.
         """
-        announced = self._announced(message)
+        self._check_open(message)
+        announced = self._announced(message.kind, message.manifest)
         if message.session in self._used:
             raise SessionStateError(
                 f"session id {message.session[:8]} was used before", fix="make a new id for each session"
@@ -197,11 +206,28 @@ class RankSession:
         self._live = _Live(
             message.session, message.kind, peer, message.sender, now, now, announced, message.staging_bytes
         )
+        self._live.recalled = self._memory.get(message.recall) if message.recall else None
         logger.info("session %s of %s opens: %s", message.session[:8], message.sender, _described(message))
         self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender, message.takeover))
 
-    def _announced(self, message: Open) -> dict[str, TensorSpec] | None:
-        """What ``message`` announces, after every check that needs no session."""
+    def announce(self, peer: bytes, message: Announce) -> None:
+        """Take a manifest that ``Open`` left out.
+
+        Raises
+        ------
+        RecvError
+            When it does not fit the model.
+        """
+        live = self._expect(message.session, peer, "open")
+        if live.announced is not None:
+            raise SessionStateError("a manifest was announced before", fix="announce it once")
+        live.announced = self._announced(live.kind, message.manifest)
+        live.staging_bytes = message.staging_bytes
+        live.recalled = None
+        self._out.to_sender(live.peer, Opened(live.id))
+
+    def _check_open(self, message: Open) -> None:
+        """Every check that needs no session."""
         if message.kind not in manifest.KINDS:
             raise BadMessageError(f"kind {message.kind[:80]!r} is not one of {manifest.KINDS}", fix="use one of these")
         if not 16 <= len(message.session) <= 64 or not 1 <= len(message.sender) <= 256:
@@ -209,14 +235,21 @@ class RankSession:
                 f"a session id of {len(message.session)} and a sender's name of {len(message.sender)} characters",
                 fix="use 32 hex digits (128 random bits) as id, and a name of 1 to 256 characters",
             )
-        if message.manifest is None:
+        if len(message.recall) > 64:
+            raise BadMessageError(
+                f"a token of {len(message.recall)} characters to recall", fix="use 32 hex digits (128 random bits)"
+            )
+
+    def _announced(self, kind: str, specs: Sequence[TensorSpec] | None) -> dict[str, TensorSpec] | None:
+        """What is announced, if it fits the model."""
+        if specs is None:
             return None
-        findings = manifest.check_specs(message.manifest) or self.catalog.problems(message.manifest)
-        if message.kind == "full":
-            findings += self.catalog.missing(spec.name for spec in message.manifest)
+        findings = manifest.check_specs(specs) or self.catalog.problems(specs)
+        if kind == "full":
+            findings += self.catalog.missing(spec.name for spec in specs)
         if findings:
             raise manifest.manifest_error(findings, "the announced tensors do not fit this engine's model")
-        return {spec.name: spec for spec in message.manifest}
+        return {spec.name: spec for spec in specs}
 
     def heard(self, session: str, sender: str) -> None:
         """Renew the lease."""
@@ -225,29 +258,62 @@ class RankSession:
 
     def load(self, peer: bytes, message: Load) -> None:
         """Take the buckets of one round."""
-        live = self._expect(message.session, peer, "open", "receiving")
-        if message.round != live.rounds:
-            raise SessionStateError(
-                f"round {message.round} came, round {live.rounds} was due", fix="send rounds in order, each once"
-            )
+        live = self._due(message.session, peer, message.round)
         if len(message.buckets) > MAX_BUCKETS_PER_ROUND:
             raise LimitError(
                 f"{len(message.buckets)} buckets in one round, the limit is {MAX_BUCKETS_PER_ROUND}",
                 fix="use larger buckets",
             )
         specs = [entry.spec for bucket in message.buckets for entry in bucket.entries]
+        _merge(live)
         stream = live.announced is None
         findings = self._stream_problems(live, specs) if stream else self._announced_problems(live, specs)
         findings += _split_groups(message.buckets, self._groups)
         if findings:
             raise manifest.manifest_error(findings, f"round {message.round} does not fit this engine's model")
-        buckets = [self._staged(live, bucket) for bucket in message.buckets]
-        live.seen |= {spec.name: spec for spec in specs}
-        live.in_flight[message.round] = {entry.buffer for bucket in message.buckets for entry in bucket.entries}
+        self._take(live, *round_of(message.buckets, {number: v.nbytes for number, v in live.views.items()}))
+        live.recalled = None
+
+    def repeat(self, peer: bytes, message: Repeat) -> None:
+        """Take a round that is as it was in the recalled session."""
+        live = self._due(message.session, peer, message.round)
+        if live.recalled is None or message.round >= len(live.recalled):
+            known = "none" if live.recalled is None else len(live.recalled)
+            raise SessionStateError(
+                f"round {message.round} repeats a recalled session, of which rank {self._rank} has {known} rounds",
+                fix="send the tensors by Load unless Opened says that the session was recalled",
+            )
+        again, buffers = live.recalled[message.round], message.buffers
+        if message.places:
+            again, buffers = again.moved(message.places)
+        if len(buffers) != len(again.ends):
+            raise BadBufferError(
+                f"round {message.round} lies in {len(again.ends)} buffers, {len(buffers)} are named", fix="report this"
+            )
+        self._take(live, again, buffers)
+
+    def _due(self, session: str, peer: bytes, number: int) -> _Live:
+        live = self._expect(session, peer, "open", "receiving")
+        if number != live.rounds:
+            raise SessionStateError(
+                f"round {number} came, round {live.rounds} was due", fix="send rounds in order, each once"
+            )
+        return live
+
+    def _take(self, live: _Live, came: Round, buffers: Sequence[int]) -> None:
+        """Hand a round to the scheduler thread."""
+        for end, number in zip(came.ends, buffers, strict=True):
+            mapped = live.views[number].nbytes if number in live.views else 0
+            if end > mapped:
+                raise _outside(came, buffers, {n: v.nbytes for n, v in live.views.items()})
+        number = live.rounds
+        live.history.append(came)
+        live.in_flight[number] = set(buffers)
         live.rounds += 1
         live.state = "receiving"
-        self._mailbox.put_round(live.id, message.round, buckets)
-        self._out.to_leader(RankReady(live.id, self._rank, message.round))
+        staged = came.staged(self._device, [live.views[buffer] for buffer in buffers])
+        self._mailbox.put_round(live.id, number, staged)
+        self._out.to_leader(RankReady(live.id, self._rank, number))
 
     def release(self, peer: bytes, message: ReleaseBuffer) -> None:
         """Unmap one buffer."""
@@ -270,12 +336,19 @@ class RankSession:
             raise SessionStateError(
                 f"the sender finished {message.rounds} rounds, this rank got {live.rounds}", fix="report this"
             )
+        if len(message.remember) > 64:
+            raise BadMessageError(
+                f"a token of {len(message.remember)} characters to remember", fix="use 32 hex digits (128 random bits)"
+            )
+        if live.announced is not None:
+            _merge(live)
         unsent = sorted(set(live.announced or ()) - set(live.seen))
         if unsent:
             raise manifest.manifest_error(
                 [f"{name}: announced, but not sent" for name in unsent], "the update is not what was announced"
             )
         live.state = "finished"
+        live.remember = message.remember
         live.finishing = True
         self._report_finished(live)
 
@@ -367,7 +440,7 @@ class RankSession:
             return
         live.applier = event.applier
         live.state = "open"
-        self._out.to_sender(live.peer, Opened(live.id))
+        self._out.to_sender(live.peer, Opened(live.id, live.recalled is not None))
 
     def round_done(self, event: RoundDone) -> None:
         """A load carrier ran."""
@@ -390,11 +463,8 @@ class RankSession:
             return
         state = self._mailbox.status.state
         if event.error is None:
-            if live.kind == "full" and live.state in ("finished", "prepared") and live.seen:
-                try:
-                    self._catalog = self.catalog.learn(live.seen.values())
-                except Exception:
-                    logger.exception("the committed manifest was not learned")
+            if live.state in ("finished", "prepared"):
+                self._keep(live)
             plan = live.applier.report() if live.applier is not None else None
             self._over(live, Committed(live.id, event.version, plan))
         elif live.aborted_by_sender and isinstance(event.error, SessionAbortedError):
@@ -428,6 +498,7 @@ class RankSession:
         """The leader asks which of ``names`` this rank has read."""
         live = self._live
         if live is not None and live.id == session and live.applier is not None:
+            _merge(live)
             unread = set(live.applier.unread())
             read = tuple(name for name in names if name in live.seen and name not in unread)
             self._out.to_leader(RankRead(live.id, self._rank, read))
@@ -467,25 +538,17 @@ class RankSession:
             fresh.add(spec.name)
         return found
 
-    def _staged(self, live: _Live, bucket: Bucket) -> StagedBucket:
-        """The bucket in the mapped buffers."""
-        layout = Layout([entry.spec for entry in bucket.entries])
-        numbers: dict[int, int] = {}
-        which, offsets = np.zeros(len(layout), np.int64), np.zeros(len(layout), np.int64)
-        for place, (entry, size) in enumerate(zip(bucket.entries, layout.sizes.tolist(), strict=True)):
-            if not size:
-                continue
-            views = live.views.get(entry.buffer)
-            limit = 0 if views is None else views.nbytes
-            if views is None or entry.offset < 0 or entry.offset + size > limit or entry.offset % manifest.ALIGNMENT:
-                raise BadBufferError(
-                    f"{entry.spec.name}: bytes {entry.offset} to {entry.offset + size} of buffer {entry.buffer}, which "
-                    f"has {limit} mapped bytes; offsets are multiples of {manifest.ALIGNMENT}",
-                    fix="offer the buffer before the Load that uses it, and keep entries inside it",
-                )
-            which[place] = numbers.setdefault(entry.buffer, len(numbers))
-            offsets[place] = entry.offset
-        return StagedBucket(layout, self._device, [live.views[number] for number in numbers], which, offsets)
+    def _keep(self, live: _Live) -> None:
+        """Remember what was committed. A failure here must not hide the commit."""
+        try:
+            if live.kind == "full" and (live.recalled is None or len(live.history) != len(live.recalled)):
+                _merge(live)
+                if live.seen:
+                    self._catalog = self.catalog.learn(live.seen.values())
+            if live.remember:
+                self._memory.put(live.remember, live.history)
+        except Exception:
+            logger.exception("the committed manifest was not learned")
 
     def _report_finished(self, live: _Live) -> None:
         if not live.finishing or live.done < live.rounds:
@@ -545,6 +608,24 @@ class RankSession:
 def _described(message: Open) -> str:
     tensors = "streamed" if message.manifest is None else f"{len(message.manifest)} tensors announced"
     return f"{message.kind}, {tensors}, {message.staging_bytes >> 20} MiB of staging"
+
+
+def _merge(live: _Live) -> None:
+    """Bring ``seen`` up to what came. Rounds that repeat others need it only when something else follows."""
+    for came in live.history[live.merged :]:
+        live.seen |= {spec.name: spec for spec in came.specs}
+    live.merged = len(live.history)
+
+
+def _outside(came: Round, buffers: Sequence[int], mapped: dict[int, int]) -> BadBufferError:
+    """Names the first tensor that does not lie in what is mapped."""
+    for layout, which, offsets in zip(came.layouts, came.which, came.offsets, strict=True):
+        places = zip(layout.names, layout.sizes.tolist(), which.tolist(), offsets.tolist(), strict=True)
+        for name, size, number, offset in places:
+            limit = mapped.get(buffers[number], 0) if size else 0
+            if size and offset + size > limit:
+                return misplaced(name, offset, size, buffers[number], limit)
+    raise AssertionError("everything is mapped")
 
 
 def _split_groups(buckets: Sequence[Bucket], groups: Sequence[Sequence[str]]) -> list[str]:

@@ -735,7 +735,7 @@ def test_two_senders_feed_one_rank_each(two: Engine) -> None:
                     for start in range(0, 4, 2 if coordinator else 4):
                         session.send(tensors[start : start + (2 if coordinator else 4)])
                         if coordinator:
-                            session._flush_bucket()
+                            session.flush()
                     return session.commit().rounds
 
             rounds = [pool.submit(feed, sender, sender is first) for sender in (first, second)]

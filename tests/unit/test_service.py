@@ -297,7 +297,7 @@ def test_another_major_is_refused_and_ends_nothing(served: Served, major: int) -
         sender.open(served)
         error = other.ask(Hello(major, 7, "old"))
         assert (error.error_code, error.session) == ("PROTOCOL_VERSION", "")
-        assert f"sender old speaks protocol {major}.7, this side speaks 1.0" in error.message
+        assert f"sender old speaks protocol {major}.7, this side speaks 1.{wire.PROTOCOL_MINOR}" in error.message
         assert sender.ask(Heartbeat(A, "t0")) == Alive(A, "idle")
 
 
@@ -764,7 +764,7 @@ def test_an_unforeseen_exception_ends_the_session_and_not_the_thread(served: Ser
         served.done(0, fence=Broken())
         abort = served.carrier(AbortCarrier)
         assert (abort.session, abort.error.error_code) == (A, "INTERNAL")
-        assert "an event of the scheduler failed on rank 0: RuntimeError: illegal memory access" in abort.error.message
+        assert "work of the device failed on rank 0: RuntimeError: illegal memory access" in abort.error.message
         served.ended(abort.error.exception(), fence=Broken())
         assert sender.hear().error_code == "INTERNAL"
     with Sender(served, B) as sender:

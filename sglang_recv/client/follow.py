@@ -1,0 +1,126 @@
+"""Tensors that were sent before in the same order: no specs are made, checked or written out for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_recv.client.fill import Left
+from sglang_recv.client.layout import PLAIN, Layout, SentRound
+from sglang_recv.client.rounds import Rounds
+from sglang_recv.client.staging import Buffer
+from sglang_recv.wire import Repeat
+
+
+class Follower:
+    """Repeats the rounds of a remembered session for as long as what comes is what came then.
+
+    Parameters
+    ----------
+    rounds
+        Takes full buckets.
+    session
+        Id of this session.
+    layout
+        What was sent in the other one.
+    """
+
+    def __init__(self, rounds: Rounds, session: str, layout: Layout) -> None:
+        self._rounds = rounds
+        self._session = session
+        self.layout = layout
+        #: How many rounds were sent, and how many tensors of the next one are in ``_buffer``.
+        self._number = 0
+        self._filled = 0
+        self._buffer: Buffer | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True when everything was sent as it was."""
+        return self._number == len(self.layout.rounds)
+
+    def take_all(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Send everything. ``pairs`` fit the layout (:meth:`Layout.fits`)."""
+        place = 0
+        for sent in self.layout.rounds:
+            if not sent.specs:
+                self._send(sent)
+                continue
+            numbers = self.layout.order[place : place + len(sent.specs)]
+            self._pack([pairs[number][1] for number in numbers])
+            place += len(numbers)
+
+    def take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> int:
+        """Send tensors whose source keeps them until this returns. How many were taken: the next one is another."""
+        if not self.layout.in_order:
+            return 0
+        taken = 0
+        while taken < len(pairs):
+            wanted = self._wanted()
+            tensors = []
+            for (name, tensor), expected in zip(pairs[taken:], wanted, strict=False):
+                if not _is(name, tensor, expected):
+                    break
+                tensors.append(tensor)
+            if not tensors:
+                break
+            self._pack(tensors)
+            taken += len(tensors)
+        return taken
+
+    def pad(self) -> bool:
+        """Send a round without tensors; False when none followed here."""
+        if self._filled or self._wanted() or self.complete:
+            return False
+        self._send(self.layout.rounds[self._number])
+        return True
+
+    @property
+    def between_rounds(self) -> bool:
+        """True when nothing waits in a bucket that is being filled."""
+        return self._buffer is None
+
+    def left(self) -> Left:
+        """Where another must go on."""
+        part = None
+        if self._buffer is not None:
+            sent = self.layout.rounds[self._number]
+            part = SentRound(sent.specs[: self._filled], sent.offsets[: self._filled], sent.large)
+        rounds = self.layout.rounds[: self._number]
+        count = sum(len(sent.specs) for sent in rounds) + self._filled
+        return Left(rounds, part, self._buffer, self.layout.order[:count])
+
+    def _wanted(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+        """The rest of the round that is being filled."""
+        return () if self.complete else self.layout.rounds[self._number].expected[self._filled :]
+
+    def _pack(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put the next tensors into the bucket, and send it when that was all."""
+        sent = self.layout.rounds[self._number]
+        if self._buffer is None:
+            self._buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
+        if not self._rounds.pack_again(self._buffer, sent.tables, self._filled, tensors):
+            offsets = sent.offsets[self._filled : self._filled + len(tensors)]
+            self._rounds.pack(self._buffer, list(zip(offsets, tensors, strict=True)))
+        self._filled += len(tensors)
+        if self._filled == len(sent.specs):
+            self._send(sent)
+
+    def _send(self, sent: SentRound) -> None:
+        buffer, self._buffer, self._filled = self._buffer, None, 0
+        self._number += 1
+        numbers = (buffer.number,) if buffer is not None and sent.filled else ()
+        message = Repeat(self._session, self._rounds.sent, numbers)
+        self._rounds.send(message, buffer, len(sent.specs), sum(sent.sizes))
+
+
+def _is(name: str, tensor: torch.Tensor, expected: tuple[str, torch.dtype, tuple[int, ...]]) -> bool:
+    return (
+        type(tensor) in PLAIN
+        and name == expected[0]
+        and tensor.dtype is expected[1]
+        and tensor.shape == expected[2]
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    )

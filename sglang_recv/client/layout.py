@@ -1,0 +1,147 @@
+"""What a committed session looked like: the next one that sends the same tensors repeats it round by round."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_recv import manifest
+from sglang_recv.client.pack import Tables
+from sglang_recv.wire import TensorSpec
+
+#: Layouts that a client remembers: the ones used last.
+MAX_LAYOUTS: Final = 8
+
+#: Types whose tensors are what they seem. Subclasses may stand for other bytes.
+PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class Sizes(NamedTuple):
+    """Staging on one device: slots, bytes of each, and the most bytes that are known beforehand."""
+
+    slots: int
+    slot_bytes: int
+    peak: int
+
+
+def new_token() -> str:
+    """128 random bits in hex: what a rank remembers a session under."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True)
+class SentRound:
+    """One round as it was sent.
+
+    Parameters
+    ----------
+    specs
+        Its tensors, in order; none in a round that only kept step with other senders.
+    offsets
+        Where each began in the buffer, in bytes.
+    large
+        True for a buffer of its own, beside the slots.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    large: bool
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(manifest.nbytes(spec) for spec in self.specs)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that the round needs."""
+        return manifest.align(self.offsets[-1] + self.sizes[-1]) if self.specs else 0
+
+    @cached_property
+    def filled(self) -> int:
+        """Buffers that the round lies in: none when its tensors have no bytes."""
+        return int(any(self.sizes))
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Kernels that pack it."""
+        return Tables(np.array(self.offsets, np.int64), np.array(self.sizes, np.int64))
+
+    @cached_property
+    def expected(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+        """Name, dtype and shape of each tensor."""
+        return tuple((spec.name, manifest.dtype_of(spec.dtype), spec.shape) for spec in self.specs)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A committed session.
+
+    Parameters
+    ----------
+    token
+        What the ranks remember it under.
+    kind
+        ``full`` or ``partial``.
+    sizes
+        Its staging.
+    rounds
+        In order.
+    order
+        For each sent tensor its number among those that were given.
+    """
+
+    token: str
+    kind: str
+    sizes: Sizes
+    rounds: tuple[SentRound, ...]
+    order: tuple[int, ...]
+
+    @cached_property
+    def in_order(self) -> bool:
+        """True when tensors were sent in the order in which they were given."""
+        return self.order == tuple(range(len(self.order)))
+
+    @cached_property
+    def given(self) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]]]:
+        """Names, dtypes and shapes in the order in which they were given."""
+        sent = [spec for part in self.rounds for spec in part.specs]
+        specs = [spec for _, spec in sorted(zip(self.order, sent, strict=True), key=lambda pair: pair[0])]
+        dtypes = [manifest.dtype_of(spec.dtype) for spec in specs]
+        return [spec.name for spec in specs], dtypes, [spec.shape for spec in specs]
+
+    def fits(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """True when these are the tensors that were given. Comparisons of lists: there may be tens of thousands of
+        tensors, and a microsecond for each of them is what a fast update cannot spare."""
+        names, dtypes, shapes = self.given
+        if len(pairs) != len(names) or [name for name, _ in pairs] != names:
+            return False
+        tensors = [tensor for _, tensor in pairs]
+        if not PLAIN.issuperset(map(type, tensors)) or any(tensor.is_meta for tensor in tensors):
+            return False
+        if {tensor.layout for tensor in tensors} - {torch.strided}:
+            return False
+        return [tensor.dtype for tensor in tensors] == dtypes and [tensor.shape for tensor in tensors] == shapes
+
+
+@dataclass
+class Layouts:
+    """What a client remembers, the last used last."""
+
+    _known: list[Layout] = field(default_factory=list)
+
+    def guess(self, kind: str, count: int | None) -> Layout | None:
+        """The last session of this kind, and of ``count`` tensors unless that is None."""
+        fitting = (known for known in reversed(self._known) if known.kind == kind)
+        return next((known for known in fitting if count in (None, len(known.order))), None)
+
+    def keep(self, layout: Layout) -> None:
+        """Remember a session that was committed."""
+        self._known = [known for known in self._known if known.token != layout.token][1 - MAX_LAYOUTS :]
+        self._known.append(layout)

@@ -1,0 +1,91 @@
+"""What is known of the tensors of an update before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from sglang_recv import manifest
+from sglang_recv.client.fill import check_pair
+from sglang_recv.client.layout import Layout
+from sglang_recv.wire import TensorSpec
+
+
+class Source(Protocol):
+    """Where tensors come from."""
+
+    #: How many there are, when all of them are at hand.
+    count: int | None
+    #: True when a session may repeat an earlier one on trust: a source that turns out otherwise costs only time.
+    repeats: bool
+
+    def specs(self) -> Sequence[TensorSpec] | None:
+        """The whole manifest, or None.
+
+        Raises
+        ------
+        ManifestError
+            When it is wrong by itself.
+        """
+
+    def fits(self, layout: Layout) -> bool:
+        """False when it is known that other tensors come than in the session of ``layout``."""
+
+
+class AtHand:
+    """Tensors that are all there."""
+
+    repeats = True
+
+    def __init__(self, named: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.pairs = list(named.items() if isinstance(named, Mapping) else named)
+        self.count: int | None = len(self.pairs)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`Source.specs`."""
+        specs = []
+        for name, tensor in self.pairs:
+            check_pair(name, tensor)
+            specs.append(manifest.spec_of(name, tensor))
+        findings = manifest.check_specs(specs)
+        if findings:
+            raise manifest.manifest_error(findings, "the tensors to send are not a manifest")
+        return specs
+
+    def fits(self, layout: Layout) -> bool:
+        """See :meth:`Source.fits`."""
+        return layout.fits(self.pairs)
+
+
+class Described:
+    """Tensors that come later, as a manifest says."""
+
+    repeats = False
+    count: int | None = None
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`Source.specs`."""
+        return self._specs
+
+    def fits(self, layout: Layout) -> bool:
+        """See :meth:`Source.fits`."""
+        return False
+
+
+class Unknown:
+    """Tensors that come later, and nobody says which."""
+
+    repeats = True
+    count: int | None = None
+
+    def specs(self) -> None:
+        """See :meth:`Source.specs`."""
+
+    def fits(self, layout: Layout) -> bool:
+        """See :meth:`Source.fits`."""
+        return True

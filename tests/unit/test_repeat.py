@@ -1,0 +1,328 @@
+"""Sessions that repeat an earlier one: the same bytes arrive, by a message of some bytes per round; and where something
+is different, nothing is taken for what it was."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_recv import WeightClient, wire
+from sglang_recv.client.layout import Sizes
+from sglang_recv.client.link import RankLink
+from sglang_recv.errors import BadBufferError, ManifestError
+from sglang_recv.receiver.fences import Fences
+from sglang_recv.receiver.mailbox import RoundDone
+from sglang_recv.receiver.remembered import MAX_REMEMBERED, Memory, round_of
+from sglang_recv.wire import Announce, Bucket, Entry, Load, Open, Repeat, TensorSpec
+from support.rank import PATIENCE, Engine, weights
+
+Q_A, KV_A = "attn.q_a_proj.weight", "attn.kv_a_proj_with_mqa.weight"
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Everything that clients send from here on."""
+    messages: list[Any] = []
+    send = RankLink.send
+
+    def recorded(link: RankLink, message: Any) -> None:
+        messages.append(message)
+        send(link, message)
+
+    monkeypatch.setattr(RankLink, "send", recorded)
+    return messages
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(2) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots smaller than a page, so that a tiny model has several rounds."""
+
+    def sizes(sender: WeightClient, *_: object) -> Sizes:
+        assert sender._slot_bytes is not None
+        return Sizes(2, sender._slot_bytes, 1 << 20)
+
+    monkeypatch.setattr(WeightClient, "_sizes", sizes)
+
+
+def client(engine: Engine, slot_bytes: int = 256) -> WeightClient:
+    """Slots of 256 bytes hold one tensor of the test model each; a group of two needs a buffer of its own."""
+    return WeightClient([engine], slot_bytes=slot_bytes, deadline=PATIENCE)
+
+
+def rounds_of(sent: list[Any]) -> list[type]:
+    """Kinds of the messages that carried rounds since the last call, for one of the two ranks."""
+    found = [type(message) for message in sent if isinstance(message, (Load, Repeat, Announce))]
+    sent.clear()
+    assert found[::2] == found[1::2]
+    return found[::2]
+
+
+def check(engine: Engine, value: float, version: str) -> None:
+    """Both ranks hold ``weights(value)``."""
+    assert engine.states() == {("ready", version)}
+    wanted = weights(value)
+    for rank, held in enumerate(engine.parameters()):
+        assert torch.equal(held["embed"], wanted["embed"][4 * rank : 4 * rank + 4])
+        assert torch.equal(held["norm"], wanted["norm"])
+        assert torch.equal(held["fused"], torch.cat([wanted[Q_A], wanted[KV_A]]))
+
+
+def in_calls(sender: WeightClient, pairs: list[tuple[str, torch.Tensor]], version: str) -> None:
+    """Two calls, of which the first ends inside a bucket when a slot holds all tensors."""
+    with sender.open(version) as session:
+        session.send(pairs[:1])
+        session.send(pairs[1:])
+        session.commit()
+
+
+WAYS: dict[str, Callable[[WeightClient, dict[str, torch.Tensor], str], object]] = {
+    "mapping": lambda sender, tensors, version: sender.update(tensors, version),
+    "list": lambda sender, tensors, version: sender.update(list(tensors.items()), version),
+    "lazy": lambda sender, tensors, version: sender.update(iter(tensors.items()), version),
+    "calls": lambda sender, tensors, version: in_calls(sender, list(tensors.items()), version),
+}
+
+
+@pytest.mark.parametrize("slot_bytes", [256, 4096])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_like_the_last_one_is_repeated(engine: Engine, sent: list[Any], way: str, slot_bytes: int) -> None:
+    with client(engine, slot_bytes) as sender:
+        for number in range(1, 4):
+            WAYS[way](sender, weights(float(number)), f"v{number}")
+            check(engine, float(number), f"v{number}")
+            assert rounds_of(sent) == [Load if number == 1 else Repeat] * (3 if slot_bytes == 256 else 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_whose_halves_come_apart(engine: Engine, sent: list[Any], way: str) -> None:
+    """A group is held back until it is complete. Only what is given as a whole can be put into the order of then."""
+    with client(engine) as sender:
+        for number in range(1, 4):
+            tensors = weights(float(number))
+            apart = {name: tensors[name] for name in (KV_A, "embed", Q_A, "norm")}
+            WAYS[way](sender, apart, f"v{number}")
+            check(engine, float(number), f"v{number}")
+            assert rounds_of(sent) == [Repeat if number > 1 and way in ("mapping", "list") else Load] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_without_groups_are_repeated_however_they_come(
+    engine: Engine, sent: list[Any], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in engine.rank:
+        monkeypatch.setattr(rank.host.model(), "load_weights", _ungrouped(rank.host.model()))
+    with client(engine) as sender:
+        for number in range(1, 4):
+            tensors = {name: tensor for name, tensor in weights(float(number)).items() if name in ("embed", "norm")}
+            tensors["fused"] = torch.full((6, 4), float(number))
+            WAYS[way](sender, tensors, f"v{number}")
+            assert rounds_of(sent) == [Load if number == 1 else Repeat] * 3
+            assert engine.states() == {("ready", f"v{number}")}
+            for held in engine.parameters():
+                assert torch.equal(held["fused"], tensors["fused"])
+                assert torch.equal(held["norm"], tensors["norm"])
+
+
+def _ungrouped(model: Any) -> Callable[[Any], None]:
+    load = model.load_weights
+
+    def loads(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        load(pairs)
+        for name, tensor in pairs:
+            if name == "fused":
+                model.fused.data.copy_(tensor)
+
+    return loads
+
+
+def test_a_message_of_a_repeated_round_is_small(engine: Engine, sent: list[Any]) -> None:
+    with client(engine, 4096) as sender:
+        sender.update(weights(1.0), "v1")
+        sent.clear()
+        sender.update(weights(2.0), "v2")
+    assert {type(m) for m in sent if isinstance(m, (Load, Repeat))} == {Repeat}
+    assert max(len(wire.encode(m)) for m in sent) < 300, "nothing of this session names a tensor"
+
+
+def test_other_tensors_are_announced_and_checked_before_anything_is_written(engine: Engine, sent: list[Any]) -> None:
+    with client(engine) as sender:
+        sender.update(weights(1.0), "v1")
+        sent.clear()
+        wrong = weights(2.0) | {"embed": torch.zeros(8, 5)}
+        with pytest.raises(ManifestError, match="do not fit") as caught:
+            sender.update(wrong, "v2")
+        assert any("embed: shape [8, 5]" in line for line in caught.value.details)
+        assert rounds_of(sent) == [Announce]
+        check(engine, 1.0, "v1")
+        sender.update(weights(3.0), "v3")
+        check(engine, 3.0, "v3")
+        assert rounds_of(sent) == [Repeat] * 3, "the refused one has taught nobody anything"
+
+
+def test_an_aborted_session_is_not_remembered(engine: Engine, sent: list[Any]) -> None:
+    with client(engine) as sender:
+        for _ in range(2):
+            with sender.open("v1", kind="partial") as session:
+                session.send([("embed", weights(1.0)["embed"])])
+                session.finish()  # the rank has the token now
+                session.abort()
+            assert rounds_of(sent) == [Load]
+            sender.update(weights(2.0), "v2")  # repairs
+            sent.clear()
+
+
+def test_a_lazy_session_that_deviates_is_right_and_remembered(engine: Engine, sent: list[Any]) -> None:
+    def pairs(value: float, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
+        return [("embed", weights(value)["embed"]), ("norm", torch.full((5,), value, dtype=dtype))]
+
+    with client(engine) as sender:
+        wanted = [[Load, Load], [Repeat, Load], [Repeat, Repeat], [Repeat, Load]]
+        for number, kinds in enumerate(wanted):
+            value, dtype = float(number), torch.float32 if number in (1, 2) else torch.bfloat16
+            sender.update(iter(pairs(value, dtype)), f"v{number}", kind="partial")
+            assert rounds_of(sent) == kinds
+            for rank, held in enumerate(engine.parameters()):
+                assert torch.equal(held["norm"], torch.full((5,), value, dtype=torch.bfloat16))
+                assert torch.equal(held["embed"], weights(value)["embed"][4 * rank : 4 * rank + 4])
+
+
+def test_fewer_tensors_than_then_are_not_complete(engine: Engine) -> None:
+    with client(engine) as sender:
+        sender.update(iter(weights(1.0).items()), "v1")
+        with pytest.raises(ManifestError, match="not complete"):
+            sender.update(iter(list(weights(2.0).items())[:2]), "v2")
+        assert {state for state, _ in engine.states()} == {"poisoned"}
+        sender.update(weights(3.0), "v3")
+        check(engine, 3.0, "v3")
+
+
+def test_an_engine_that_was_restarted_is_told_everything(sent: list[Any]) -> None:
+    with Engine(2) as engine, client(engine) as sender:
+        sender.update(weights(1.0), "v1")
+        for rank in engine.rank:  # what a rank remembers is lost with its process
+            rank.service._session._memory = Memory()
+        sent.clear()
+        sender.update(weights(2.0), "v2")
+        check(engine, 2.0, "v2")
+        assert rounds_of(sent) == [Announce, *[Load] * 3]
+        for rank in engine.rank[:1]:  # one of two is as bad
+            rank.service._session._memory = Memory()
+        sender.update(weights(3.0), "v3")
+        check(engine, 3.0, "v3")
+        assert rounds_of(sent) == [Announce, *[Load] * 3]
+
+
+def test_padding_is_repeated(engine: Engine, sent: list[Any]) -> None:
+    pairs = [("embed", weights(1.0)["embed"]), ("norm", weights(1.0)["norm"])]
+    with client(engine) as sender:
+        for number in range(2):
+            with sender.open(f"v{number}", kind="partial") as session:
+                session.send(pairs[:1])
+                assert session.flush() == 1
+                session.pad(3)
+                session.send(pairs[1:])
+                session.commit()
+            kind = Load if number == 0 else Repeat
+            assert rounds_of(sent) == [kind] * 4
+        with sender.open("v3", kind="partial") as session:
+            session.send(pairs[:1])
+            session.pad(2)
+            session.send(pairs[1:])
+            session.commit()
+        assert rounds_of(sent) == [Repeat, Repeat, Load]
+        assert torch.equal(engine.parameters()[0]["norm"], weights(1.0)["norm"])
+
+
+def test_an_engine_of_protocol_1_0_gets_what_it_knows(
+    engine: Engine, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 0)
+    with client(engine) as sender:
+        for number in (1.0, 2.0):
+            sender.update(weights(number), f"v{number}")
+            assert {message.recall for message in sent if isinstance(message, Open)} == {""}
+            assert rounds_of(sent) == [Load] * 3
+            check(engine, number, f"v{number}")
+
+
+# --- what a rank remembers ------------------------------------------------------------------------------------------
+
+W, V = TensorSpec("w", "float32", (4, 2)), TensorSpec("v", "bfloat16", (3,))
+EMPTY = TensorSpec("none", "float32", (0, 3))
+
+
+def test_places_of_a_round_are_those_of_its_tensors() -> None:
+    entries = (Entry(W, 7, 512), Entry(EMPTY, 99, 1), Entry(V, 3, 0))
+    came, buffers = round_of([Bucket(entries), Bucket(())], {7: 1024, 3: 6})
+    assert (buffers, came.ends) == ((7, 3), (544, 6))
+    moved, where = came.moved((3, 256, 0, 0, 3, 0))
+    assert (where, moved.ends) == ((3,), (288,)), "the empty tensor's buffer does not count"
+    assert [part.tolist() for part in moved.offsets] == [[256, 0, 0], []]
+    assert came.ends == (544, 6), "the remembered one is as it was"
+
+
+@pytest.mark.parametrize(
+    "places",
+    [(3, 256), (3, 256, 3, 0, 3), (3, -256, 3, 0), (-1, 0, 3, 0), (3, 100, 3, 0), (3, 1 << 60, 3, 0), (3, 1 << 70,
+     3, 0)],
+    ids=["too few", "odd", "negative offset", "negative buffer", "misaligned", "far", "huge"],
+)  # fmt: skip
+def test_places_that_cannot_be_are_refused(places: tuple[int, ...]) -> None:
+    came, _ = round_of([Bucket((Entry(W, 0, 0), Entry(V, 0, 256)))], {0: 1024})
+    with pytest.raises(BadBufferError):
+        came.moved(places)
+
+
+def test_the_least_recently_used_session_is_forgotten() -> None:
+    memory = Memory()
+    rounds = [round_of([], {})[0]]
+    for number in range(MAX_REMEMBERED):
+        memory.put(f"token {number}", rounds)
+    assert memory.get("token 0") is not None
+    memory.put("one more", rounds)
+    assert memory.get("token 1") is None
+    assert memory.get("token 0") == tuple(rounds)
+
+
+# --- fences ---------------------------------------------------------------------------------------------------------
+
+
+class Fence:
+    """Reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        assert self.reached.wait(PATIENCE)
+
+
+def test_a_thread_waits_for_fences_in_order() -> None:
+    fences = Fences(waits=True)
+    events = [RoundDone("s", number, Fence(), 0.0, None) for number in range(2)]
+    try:
+        for event in events:
+            fences.put(event)
+        events[1].fence.reached.set()
+        assert fences.take() == [], "the first is not reached"
+        events[0].fence.reached.set()
+        found: list[Any] = []
+        while len(found) < 2:
+            assert select.select([fences.wakeup.fileno()], [], [], PATIENCE)[0], "it wakes who polls"
+            found += [reached.event for reached in fences.take()]
+        assert found == events
+    finally:
+        fences.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "sglang-recv-fences"]
