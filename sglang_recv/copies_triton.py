@@ -16,30 +16,32 @@ import triton.language as tl
 
 from sglang_recv.copies import Places, Upload
 
-#: Items of one step of a program, and warps that share it: 16 KiB of items of 8 bytes, eight 16-byte loads per thread.
+#: Items of 8 bytes that a program copies of a row of one run: 64 KiB, sixteen 16-byte loads of each thread before its
+#: first store.
+WHOLE: Final = 8192
+#: Of rows of another form: items of one step, and steps, which share what was read of the row.
 TILE: Final = 2048
-WARPS: Final = 4
-#: Steps of a program. More make tables shorter; fewer spread small tables over more of the device.
 STEPS: Final = 8
+WARPS: Final = 8
 _ITEMS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 #: What kernels get begins at multiples of this: triton compiles other addresses apart, as it would other counts.
 _ALIGNED: Final = 16
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _copy_whole(rows, chunks, count, TILE: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_whole(rows, chunks, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of one run whose ends are multiples of 16: source, target, items of 8 bytes; ``count`` of each."""
     chunk = chunks + 2 * tl.program_id(0)
     row = rows + tl.load(chunk)
-    first = tl.load(chunk + 1).to(tl.int64) * (TILE * STEPS)
+    first = tl.load(chunk + 1).to(tl.int64) * TILE
     # The compiler may move 16 bytes at a time.
     source = tl.multiple_of(tl.load(row) + first * 8, 16).to(tl.pointer_type(tl.int64))
     target = tl.multiple_of(tl.load(row + count) + first * 8, 16).to(tl.pointer_type(tl.int64))
-    left = tl.load(row + 2 * count) - first
-    for start in range(0, tl.minimum(left, TILE * STEPS), TILE):
-        index = start + tl.arange(0, TILE)
-        inside = index < left
-        tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
+    index = tl.arange(0, TILE)
+    inside = index < tl.load(row + 2 * count) - first
+    # What is copied is not read again soon: it need not push anything out of the cache.
+    value = tl.load(source + index, mask=inside, eviction_policy="evict_first")
+    tl.store(target + index, value, mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
@@ -139,7 +141,7 @@ class TritonCopier:
             rows, chunks = table[launch.rows], table[launch.chunks].view(torch.int32)
             grid, count = (launch.programs,), len(launch.chosen)
             if launch.whole:
-                _copy_whole[grid](rows, chunks, count, TILE=TILE, STEPS=STEPS, num_warps=WARPS)
+                _copy_whole[grid](rows, chunks, count, TILE=WHOLE, num_warps=WARPS)
                 continue
             _copy_boxes[grid](
                 rows,
@@ -177,7 +179,7 @@ def _prepare(rows: np.ndarray, low: np.ndarray) -> tuple[list[_Launch], np.ndarr
             if not is_whole:
                 columns += [run, found["inner"]]
                 columns += [found[name] for name in ("source_inner", "source_outer", "target_inner", "target_outer")]
-            chunks = _chunks(items)
+            chunks = _chunks(items, WHOLE if is_whole else TILE * STEPS)
             begin, middle = used, used + _padded(len(columns) * len(chosen))
             used = middle + _padded(len(chunks))
             parts += [(begin, np.concatenate(columns)), (middle, chunks.view(np.int64).ravel())]
@@ -199,9 +201,9 @@ def _padded(items: int) -> int:
     return -(-items // unit) * unit
 
 
-def _chunks(items: np.ndarray) -> np.ndarray:
-    """Row and number of each chunk, int32 [chunks, 2]."""
-    counts = -(-items // (TILE * STEPS))
+def _chunks(items: np.ndarray, size: int) -> np.ndarray:
+    """Row and number of each chunk of ``size`` items, int32 [chunks, 2]."""
+    counts = -(-items // size)
     row = np.repeat(np.arange(len(items)), counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.ascontiguousarray(np.stack([row, number], axis=1), np.int32)

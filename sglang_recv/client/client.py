@@ -16,9 +16,9 @@ import zmq
 
 from sglang_recv import identity, manifest
 from sglang_recv.client.choice import WEIGHTS_TAG, Situation, choose
-from sglang_recv.client.layout import Layouts, Sizes
+from sglang_recv.client.layout import Layouts, Sizes, choose_sizes
 from sglang_recv.client.link import Heart, RankLink, greet, wait
-from sglang_recv.client.rounds import Progress
+from sglang_recv.client.rounds import Clock, Progress
 from sglang_recv.client.select import Ranks, Sender, pair
 from sglang_recv.client.session import NamedTensors, Session, UpdateReport
 from sglang_recv.client.source import AtHand, Described, Source, Unknown
@@ -34,8 +34,8 @@ from sglang_recv.wire import MAX_VERSION_CHARS, Checksum, ChecksumRequest, Open,
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of one slot when nothing is said: on a GPU large enough that a bucket's fixed cost is small, on a CPU small.
-SLOT_BYTES: Final = {"cuda": 512 << 20, "cpu": 64 << 20}
+#: Bytes of all slots on one device when nothing is said.
+STAGING_BYTES: Final = {"cuda": 4 << 30, "cpu": 128 << 20}
 MAX_SLOTS: Final = 64
 PAUSES: Final = ("caller", "abort", "retract", "in_place")
 
@@ -58,8 +58,9 @@ class WeightClient:
         Which engine ranks this process feeds: ``all`` (one sender for everything), ``local`` (those on the current CUDA
         device: one sender process per GPU), or a list.
     slots, slot_bytes
-        How many staging slots per device, of how many bytes. The default is 2 of 512 MiB on CUDA and of 64 MiB on a
-        CPU, or of the update's size when that is known and smaller.
+        How many staging slots per device, of how many bytes. By default 4 that have together at most 4 GiB of a GPU, at
+        most an eighth of what is free on it, 128 MiB on a CPU, and what the update needs where that is known; fewer
+        and larger ones where that holds its largest tensor.
     deadline
         Seconds that any single wait may take.
     api_key
@@ -72,15 +73,16 @@ class WeightClient:
         mode: str = "auto",
         *,
         ranks: Ranks = "all",
-        slots: int = 2,
+        slots: int | None = None,
         slot_bytes: int | None = None,
         deadline: float = 120.0,
         api_key: str | None = None,
     ) -> None:
         listed = [engines] if isinstance(engines, str) or not isinstance(engines, Sequence) else list(engines)
+        count = MAX_SLOTS if slots is None else slots
         bytes_ = manifest.ALIGNMENT if slot_bytes is None else slot_bytes
-        whole = all(isinstance(size, int) for size in (slots, bytes_))
-        fits = whole and 1 <= slots <= MAX_SLOTS and bytes_ >= manifest.ALIGNMENT
+        whole = all(isinstance(size, int) for size in (count, bytes_))
+        fits = whole and 1 <= count <= MAX_SLOTS and bytes_ >= manifest.ALIGNMENT
         if not (listed and fits and 0 < deadline <= 1e6):
             raise SessionStateError(
                 f"{len(listed)} engines, {slots} slots of {slot_bytes} bytes, a deadline of {deadline} s",
@@ -166,10 +168,8 @@ class WeightClient:
         RecvError
             See :mod:`sglang_recv.errors`.
         """
-        source: Source = Unknown()
-        if isinstance(named_tensors, (Mapping, list, tuple)):
-            source = at_hand = AtHand(named_tensors)
-            named_tensors = at_hand.pairs
+        at_hand = isinstance(named_tensors, (Mapping, list, tuple))
+        source = AtHand(named_tensors) if isinstance(named_tensors, (Mapping, list, tuple)) else Unknown()
         with self._open(
             version,
             source,
@@ -180,7 +180,10 @@ class WeightClient:
             takeover=takeover,
             on_progress=on_progress,
         ) as session:
-            session.send(named_tensors)
+            if at_hand:
+                session.send_source()
+            else:
+                session.send(named_tensors)
             return session.commit()
 
     @contextlib.contextmanager
@@ -249,9 +252,11 @@ class WeightClient:
         if pause not in PAUSES:
             raise SessionStateError(f"pause {pause!r}", fix=f"use one of {', '.join(PAUSES)}")
         resume: list[Target] = []
+        clock = Clock()
         with contextlib.ExitStack() as undo:
             undo.push(functools.partial(self._resume, resume))
-            links = undo.enter_context(self._links(self._ranks, kind, resume=resume_weights and coordinator))
+            with clock.phase("connect"):
+                links = undo.enter_context(self._links(self._ranks, kind, resume=resume_weights and coordinator))
             welcomes = [link.welcome for link in links if link.welcome is not None]
             lease = min(welcome.lease_seconds for welcome in welcomes)
             groups = welcomes[0].groups
@@ -271,6 +276,7 @@ class WeightClient:
                 flush_cache=flush_cache,
                 coordinator=coordinator,
                 groups=groups,
+                clock=clock,
                 on_progress=on_progress,
             )
             undo.enter_context(session)
@@ -413,19 +419,15 @@ class WeightClient:
         self, device: torch.device, specs: Sequence[TensorSpec] | None, groups: Sequence[Sequence[str]]
     ) -> Sizes:
         """Staging on ``device``."""
-        unit = granularity(device)
-        slot = self._slot_bytes or SLOT_BYTES[device.type]
-        largest = 0
-        if specs is not None:
-            together: dict[tuple[str, ...], int] = {}
-            for spec in specs:
-                key = manifest.group_of(spec.name, groups) or (spec.name,)
-                together[key] = together.get(key, 0) + manifest.align(manifest.nbytes(spec))
-            slot = min(slot, max(sum(together.values()), manifest.ALIGNMENT))
-            largest = max(together.values(), default=0)
-        slot = -(-slot // unit) * unit
-        oversize = -(-largest // unit) * unit if largest > slot else 0
-        return Sizes(self._slots, slot, self._slots * slot + oversize)
+        together: dict[tuple[str, ...], int] = {}
+        for spec in specs or ():
+            key = manifest.group_of(spec.name, groups) or (spec.name,)
+            together[key] = together.get(key, 0) + manifest.align(manifest.nbytes(spec))
+        largest, total = max(together.values(), default=0), None if specs is None else sum(together.values())
+        bound = STAGING_BYTES[device.type]
+        if device.type == "cuda":
+            bound = min(bound, torch.cuda.mem_get_info(device)[0] // 8)
+        return choose_sizes(self._slots, self._slot_bytes, bound, total, largest, granularity(device))
 
 
 def _sender() -> Sender:

@@ -8,6 +8,7 @@ import torch
 
 from sglang_recv.client.fill import Left
 from sglang_recv.client.layout import PLAIN, Layout, SentRound
+from sglang_recv.client.pack import Prepared
 from sglang_recv.client.rounds import Rounds
 from sglang_recv.client.staging import Buffer
 from sglang_recv.wire import Repeat
@@ -40,16 +41,32 @@ class Follower:
         """True when everything was sent as it was."""
         return self._number == len(self.layout.rounds)
 
-    def take_all(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Send everything. ``pairs`` fit the layout (:meth:`Layout.fits`)."""
+    def take_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send everything. ``tensors`` fit the layout (:meth:`Layout.fits`).
+
+        The device packs one round while this side prepares the next, and where there is a free slot also packs that one
+        before the first is sent: it should never wait for this side.
+        """
+        behind: tuple[SentRound, Buffer] | None = None
         place = 0
         for sent in self.layout.rounds:
-            if not sent.specs:
-                self._send(sent)
-                continue
             numbers = self.layout.order[place : place + len(sent.specs)]
-            self._pack([pairs[number][1] for number in numbers])
             place += len(numbers)
+            part = [tensors[number] for number in numbers]
+            prepared = self._rounds.prepare(sent.tables, 0, part)
+            if behind is not None and (sent.large or not sent.specs or not self._rounds.slot_is_free):
+                self._sent(*behind)
+                behind = None
+            if not sent.specs:
+                self._sent(sent, None)
+                continue
+            buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
+            self._start(buffer, sent, 0, part, prepared)
+            if behind is not None:
+                self._sent(*behind)
+            behind = sent, buffer
+        if behind is not None:
+            self._sent(*behind)
 
     def take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> int:
         """Send tensors whose source keeps them until this returns. How many were taken: the next one is another."""
@@ -73,7 +90,7 @@ class Follower:
         """Send a round without tensors; False when none followed here."""
         if self._filled or self._wanted() or self.complete:
             return False
-        self._send(self.layout.rounds[self._number])
+        self._sent(self.layout.rounds[self._number], None)
         return True
 
     @property
@@ -100,15 +117,30 @@ class Follower:
         sent = self.layout.rounds[self._number]
         if self._buffer is None:
             self._buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
-        if not self._rounds.pack_again(self._buffer, sent.tables, self._filled, tensors):
-            offsets = sent.offsets[self._filled : self._filled + len(tensors)]
-            self._rounds.pack(self._buffer, list(zip(offsets, tensors, strict=True)))
+        prepared = self._rounds.prepare(sent.tables, self._filled, tensors)
+        self._start(self._buffer, sent, self._filled, tensors, prepared)
         self._filled += len(tensors)
         if self._filled == len(sent.specs):
-            self._send(sent)
+            self._sent(sent, self._buffer)
 
-    def _send(self, sent: SentRound) -> None:
-        buffer, self._buffer, self._filled = self._buffer, None, 0
+    def _start(
+        self,
+        buffer: Buffer,
+        sent: SentRound,
+        first: int,
+        tensors: Sequence[torch.Tensor],
+        prepared: Sequence[Prepared] | None,
+    ) -> None:
+        """Start packing tensors ``first`` and following of a round."""
+        if prepared is not None:
+            self._rounds.pack_prepared(buffer, sent.tables, first, prepared)
+        else:
+            offsets = sent.offsets[first : first + len(tensors)]
+            self._rounds.pack(buffer, list(zip(offsets, tensors, strict=True)))
+
+    def _sent(self, sent: SentRound, buffer: Buffer | None) -> None:
+        """Send a round whose tensors are on their way into ``buffer``."""
+        self._buffer, self._filled = None, 0
         self._number += 1
         numbers = (buffer.number,) if buffer is not None and sent.filled else ()
         message = Repeat(self._session, self._rounds.sent, numbers)

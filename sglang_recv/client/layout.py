@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,49 @@ class Sizes(NamedTuple):
     slots: int
     slot_bytes: int
     peak: int
+
+
+#: So many slots keep a GPU busy: one is packed and one is loaded, while messages of the others are on their way.
+_SLOTS: Final = 4
+#: Slots are not made smaller than this for the sake of their number: a round costs half a millisecond.
+_SMALL: Final = 64 << 20
+
+
+def choose_sizes(
+    slots: int | None, slot_bytes: int | None, bound: int, total: int | None, largest: int, unit: int
+) -> Sizes:
+    """Slots, and bytes of each.
+
+    Parameters
+    ----------
+    slots, slot_bytes
+        What the caller wants, if anything.
+    bound
+        Bytes that slots may have together where the caller does not say otherwise.
+    total, largest
+        Bytes of the update, or None, and of what must be in one buffer, as far as they are known.
+    unit
+        Of allocation, in bytes.
+    """
+    count = slots or _SLOTS
+    size = slot_bytes
+    if size is None:
+        size = max(bound // count, unit)
+        if slots is None and size < largest <= bound // 2:
+            # What fits no slot gets a buffer of its own, which is allocated and mapped in the middle of the session.
+            size, count = largest, max(bound // largest, 2)
+        if total is not None:
+            size = min(size, max(total // count, largest if largest <= size else 0, _SMALL))
+    if total is not None:
+        size = min(size, max(total, manifest.ALIGNMENT))
+    size = -(-size // unit) * unit
+    oversize = -(-largest // unit) * unit if largest > size else 0
+    return Sizes(count, size, count * size + oversize)
+
+
+_DTYPE: Final = operator.attrgetter("dtype")
+_LAYOUT: Final = operator.attrgetter("layout")
+_IS_META: Final = operator.attrgetter("is_meta")
 
 
 def new_token() -> str:
@@ -116,18 +160,21 @@ class Layout:
         dtypes = [manifest.dtype_of(spec.dtype) for spec in specs]
         return [spec.name for spec in specs], dtypes, [spec.shape for spec in specs]
 
-    def fits(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """True when these are the tensors that were given. Comparisons of lists: there may be tens of thousands of
-        tensors, and a microsecond for each of them is what a fast update cannot spare."""
-        names, dtypes, shapes = self.given
-        if len(pairs) != len(names) or [name for name, _ in pairs] != names:
-            return False
-        tensors = [tensor for _, tensor in pairs]
-        if not PLAIN.issuperset(map(type, tensors)) or any(tensor.is_meta for tensor in tensors):
-            return False
-        if {tensor.layout for tensor in tensors} - {torch.strided}:
-            return False
-        return [tensor.dtype for tensor in tensors] == dtypes and [tensor.shape for tensor in tensors] == shapes
+    def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
+        """True when these are the tensors that were given.
+
+        There may be tens of thousands of them, and a microsecond for each is what a fast update cannot spare: hence
+        comparisons by ``map``, which also keep nothing that would bring on the garbage collector.
+        """
+        known_names, dtypes, shapes = self.given
+        return (
+            names == known_names
+            and PLAIN.issuperset(map(type, tensors))
+            and all(map(operator.is_, map(_DTYPE, tensors), dtypes))
+            and all(map(operator.eq, map(torch.Tensor.size, tensors), shapes))
+            and set(map(_LAYOUT, tensors)) <= {torch.strided}
+            and not any(map(_IS_META, tensors))
+        )
 
 
 @dataclass

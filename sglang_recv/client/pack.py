@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,20 @@ from sglang_recv.memory import ExportableBuffer, allocate
 #: Bytes on a GPU that tables travel through. Memory of our own, since a trainer under the memory saver may have paused
 #: all that its allocator holds.
 TABLE_BYTES: Final = 2 << 20
+
+
+#: Up to so many tensors torch's copies cost no more than a kernel with its table.
+_FEW: Final = 4
+
+#: Reached when the device has done a copy; None when that is so already.
+Pending = torch.cuda.Event | None
+
+
+class Prepared(NamedTuple):
+    """What a kernel needs to pack tensors, and where they are."""
+
+    kernel: Copier
+    addresses: np.ndarray
 
 
 class Tables:
@@ -48,6 +62,9 @@ class Tables:
 class Packer:
     """Copies tensors into buffers on one device, on the current stream.
 
+    What is started is ordered behind the stream's work so far, and later work of the stream behind it: a source on the
+    same device may be changed by it at once.
+
     Parameters
     ----------
     device
@@ -56,9 +73,10 @@ class Packer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._started: list[torch.cuda.Event] = []
         self._scratch: ExportableBuffer | None = None
         self._used = 0
+        #: The last copy that reads what is in the scratch.
+        self._reads: Pending = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -66,59 +84,56 @@ class Packer:
         return self._scratch.nbytes if self._scratch is not None else 0
 
     @torch.no_grad()
-    def pack(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Start copying.
-
-        Parameters
-        ----------
-        buffer
-            The staging buffer.
-        tensors
-            Offsets in bytes into ``buffer``, and what goes there; the copies have been queued behind the current
-            stream's work when this returns, so a source may be reused by later work on that stream.
-        """
+    def pack(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> Pending:
+        """Start copying tensors to their offsets, in bytes, in ``buffer``."""
         # Views of staging are kept between calls, so none may be made in the caller's inference mode.
         with torch.inference_mode(False):
-            self._copy(buffer, tensors)
-
-    def pack_again(self, buffer: Views, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """As :meth:`pack`, for tensors ``first`` and following of a known bucket, by one kernel. False when they are
-        not as a kernel needs them: on this device, contiguous, and with no operation pending on their bytes."""
-        if self._device.type != "cuda":
-            return False
-        addresses = []
-        for tensor in tensors:
-            if tensor.get_device() != self._device.index or not tensor.is_contiguous():
-                return False
-            if tensor.is_neg() or tensor.is_conj():
-                return False
-            addresses.append(tensor.data_ptr())
-        last = first + len(addresses)
-        kernel = tables.get(self._device, first, last)
-        if kernel is None:
-            return False
-        with torch.inference_mode(False):
-            kernel.run(Addresses(np.array(addresses, np.int64)), tables.targets(buffer, first, last), self._upload)
-            self._record()
-        return True
-
-    def _copy(self, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
-        targets, sources, on_device = [], [], self._device.type == "cuda"
-        for offset, tensor in tensors:
-            if tensor.numel():
-                targets.append(buffer.at(offset, tensor.dtype, tuple(tensor.shape)))
-                sources.append(tensor.detach())
-                on_device = on_device and tensor.is_cuda
-        if targets:
+            targets, sources, on_device = [], [], self._device.type == "cuda"
+            for offset, tensor in tensors:
+                if tensor.numel():
+                    targets.append(buffer.at(offset, tensor.dtype, tuple(tensor.shape)))
+                    sources.append(tensor.detach())
+                    on_device = on_device and tensor.is_cuda
+            if not targets:
+                return None
             # Only between device memories is a copy ordered behind later reuse of the source; from or to the host a
             # non-blocking copy may still run when the caller overwrites it.
             torch._foreach_copy_(targets, sources, non_blocking=on_device)
-            self._record()
+            return self._event()
 
-    def _record(self) -> None:
-        if self._device.type == "cuda":
-            # Of the stream that was current here: the caller may wait under another one.
-            self._started.append(torch.cuda.current_stream(self._device).record_event())
+    def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+        """Tensors ``first`` and following of a known bucket for :meth:`pack_prepared`; None when a kernel cannot pack
+        them, or need not.
+
+        A kernel takes what is on this device, contiguous, and has no operation pending on its bytes.
+        """
+        if self._device.type != "cuda" or len(tensors) < _FEW:
+            return None
+        kernel = tables.get(self._device, first, first + len(tensors))
+        if (
+            kernel is None
+            or set(map(torch.Tensor.get_device, tensors)) != {self._device.index}
+            or not all(map(torch.Tensor.is_contiguous, tensors))
+            or any(map(torch.Tensor.is_neg, tensors))
+            or any(map(torch.Tensor.is_conj, tensors))
+        ):
+            return None
+        return Prepared(kernel, np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors)))
+
+    def pack_prepared(self, buffer: Views, tables: Tables, first: int, prepared: Prepared) -> Pending:
+        """Start copying by one kernel."""
+        with torch.inference_mode(False):
+            targets = tables.targets(buffer, first, first + len(prepared.addresses))
+            prepared.kernel.run(Addresses(prepared.addresses), targets, self._upload)
+            self._reads = self._event()
+            return self._reads
+
+    def _event(self) -> Pending:
+        if self._device.type != "cuda":
+            return None
+        # Of the stream that was current here: the caller may wait under another one.
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     def _upload(self, pinned: torch.Tensor) -> torch.Tensor:
         if pinned.nbytes > TABLE_BYTES:  # a slot full of tensors of a few bytes
@@ -126,20 +141,17 @@ class Packer:
         if self._scratch is None:
             self._scratch = allocate(self._device, TABLE_BYTES)
         if self._used + pinned.nbytes > self._scratch.nbytes:
-            self.wait()  # until no kernel needs what is there
+            if self._reads is not None:
+                self._reads.synchronize()  # until no kernel needs what is there
+            self._used = 0
         place = self._scratch.tensor()[self._used : self._used + pinned.nbytes].view(torch.int64)
         self._used += -(-pinned.nbytes // 256) * 256
         return place.copy_(pinned, non_blocking=True)
 
-    def wait(self) -> None:
-        """Return once the device has done every copy that was started."""
-        for event in self._started:
-            event.synchronize()
-        self._started.clear()
-        self._used = 0
-
     def close(self) -> None:
         """Free what it has on the device."""
         if self._scratch is not None:
+            if self._reads is not None:
+                self._reads.synchronize()
             self._scratch.close()
             self._scratch = None

@@ -6,11 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from sglang_recv.client.link import RankLink, combined, wait
-from sglang_recv.client.pack import Tables
+from sglang_recv.client.pack import Prepared, Tables
 from sglang_recv.client.staging import Buffer, Staging
 from sglang_recv.wire import Load, ReleaseBuffer, Repeat
 
@@ -24,12 +25,16 @@ class Progress:
     seconds: float
 
 
+#: Of one update, on this side, in the order in which they begin.
+PHASES: Final = ("connect", "compare", "open", "allocate", "map", "pack", "wait", "finish", "commit", "close")
+
+
 @dataclass
 class Clock:
     """Seconds by phase, and since the start."""
 
     started: float = field(default_factory=time.monotonic)
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,7 +43,7 @@ class Clock:
         try:
             yield
         finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - started
+            self.phases[name] += time.monotonic() - started
 
 
 class Rounds:
@@ -90,6 +95,14 @@ class Rounds:
         self._wait_acked(buffer.free_at)
         return buffer
 
+    @property
+    def slot_is_free(self) -> bool:
+        """True when :meth:`next_slot` need not wait."""
+        for link in self._links:
+            link.pump()
+        free_at = self.staging.slots[self._slot].free_at
+        return all(link.acked >= free_at for link in self._links)
+
     def large(self, needed: int) -> Buffer:
         """A buffer of ``needed`` bytes or more beside the slots, which is kept for the next one."""
         buffer = self._large
@@ -110,16 +123,21 @@ class Rounds:
         with self._clock.phase("pack"):
             self.staging.pack(buffer, tensors)
 
-    def pack_again(self, buffer: Buffer, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Start copying tensors of a known round by a kernel; False when there can be none."""
+    def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> list[Prepared] | None:
+        """What :meth:`pack_prepared` needs, for tensors of a known round; None when they need :meth:`pack`."""
         with self._clock.phase("pack"):
-            return self.staging.pack_again(buffer, tables, first, tensors)
+            return self.staging.prepare(tables, first, tensors)
+
+    def pack_prepared(self, buffer: Buffer, tables: Tables, first: int, prepared: Sequence[Prepared]) -> None:
+        """Start copying tensors of a known round by kernels."""
+        with self._clock.phase("pack"):
+            self.staging.pack_prepared(buffer, tables, first, prepared)
 
     def send(self, message: Load | Repeat, buffer: Buffer | None, tensors: int, nbytes: int) -> None:
         """Send the next round, whose tensors are on their way into ``buffer``."""
         if buffer is not None:
             with self._clock.phase("pack"):
-                self.staging.wait_packed()
+                buffer.wait_packed()
             buffer.free_at = self.sent + 1
         for link in self._links:
             link.send(message)

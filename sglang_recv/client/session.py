@@ -20,7 +20,7 @@ from sglang_recv.client.follow import Follower
 from sglang_recv.client.layout import Layout, Layouts, Sizes, new_token
 from sglang_recv.client.link import Heart, RankLink, combined, wait
 from sglang_recv.client.rounds import Clock, Progress, Rounds
-from sglang_recv.client.source import Source
+from sglang_recv.client.source import AtHand, Source
 from sglang_recv.client.staging import Staging
 from sglang_recv.client.target import Target
 from sglang_recv.errors import CommitError, RecvError, SessionAbortedError, SessionStateError, UnsupportedError
@@ -35,10 +35,12 @@ NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 class UpdateReport:
     """What an update did.
 
-    ``phases`` holds seconds of this side by phase: ``open``, ``pack``, ``wait`` (for a free slot), ``finish`` (until
-    every rank has read everything), ``commit``; and ``load``, the longest that any rank spent applying, which overlaps
-    the others. ``staging_bytes`` is the peak of staging memory on all devices together. ``plans`` says of each rank
-    that this side fed, by ``engine <id> rank <number>``, how it loaded: by a proven load plan or by the model's loader.
+    ``phases`` holds seconds of this side by phase: ``connect``, ``compare`` (with what was sent before), ``open``,
+    ``allocate`` and ``map`` (staging on this side and on the ranks'), ``pack``, ``wait`` (for a free slot), ``finish``
+    (until every rank has read everything), ``commit``, ``close``; and ``load``, the longest that any rank spent
+    applying, which overlaps the others. What ``seconds`` has beside them is the source's. ``staging_bytes`` is the peak
+    of staging memory on all devices together. ``plans`` says of each rank that this side fed, by ``engine <id> rank
+    <number>``, how it loaded: by a proven load plan or by the model's loader.
     """
 
     version: str
@@ -76,6 +78,7 @@ class Session:
         flush_cache: bool,
         coordinator: bool,
         groups: Sequence[Sequence[str]],
+        clock: Clock,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self.id = request.session
@@ -90,22 +93,19 @@ class Session:
         self._flush = flush_cache
         self._coordinator = coordinator
         self._layouts = layouts
-        self._clock = Clock()
-        self._clock.phases = dict.fromkeys(("open", "pack", "wait", "finish", "commit"), 0.0)
+        self._clock = clock
         staging = Staging(links, self.id, deadline)
         self._rounds = Rounds(links, staging, self.id, deadline, lease, self._clock, on_progress)
         self._filler = Filler(self._rounds, self.id, groups)
         self._follower: Follower | None = None
-        #: True when all that this session sends is known to fit what ``_follower`` repeats.
-        self._verified = False
+        self._source = source
         self._layout: Layout | None = None
         self._finished = False
         self._closed = False
         self._pid = os.getpid()
         self.report: UpdateReport | None = None
         try:
-            with self._clock.phase("open"):
-                self._open(request, source, sizes)
+            self._open(request, source, sizes)
         except BaseException:
             self.abort("open failed")
             raise
@@ -121,27 +121,31 @@ class Session:
             manifest=None if specs is None else tuple(specs),
             recall="" if guess is None else guess.token,
         )
-        for link in self._links:
-            link.attach(request.session, request.sender, self._deadline)
-            link.send(request)
-        if guess is not None and not source.fits(guess):
-            # While the ranks were opening; they learn what is sent instead before anything is.
-            specs = source.specs()
-            chosen = sizes(specs)
-            guess = None
+        with self._clock.phase("open"):
+            for link in self._links:
+                link.attach(request.session, request.sender, self._deadline)
+                link.send(request)
+        if guess is not None:
+            with self._clock.phase("compare"):
+                if not source.fits(guess):
+                    # While the ranks were opening; they learn what is sent instead before anything is.
+                    specs = source.specs()
+                    chosen = sizes(specs)
+                    guess = None
         if not request.takeover:  # else the sender before this one still has its own
             self._allocate(chosen)
-        self._rounds.wait(lambda link: link.opened, "open")
+        with self._clock.phase("open"):
+            self._rounds.wait(lambda link: link.opened, "open")
         if guess is not None and not all(link.recalled for link in self._links):
             specs, guess = source.specs(), None
         if guess is not None:
             self._follower = Follower(self._rounds, self.id, guess)
-            self._verified = source.count is not None
         elif specs is not None and request.manifest is None:
             self._announce(specs, chosen.peak)
         if request.takeover:
             self._allocate(chosen)
-        self._rounds.staging.offer()
+        with self._clock.phase("map"):
+            self._rounds.staging.offer()
         self._sizes = chosen
         if specs is not None:
             self._filler.announced = {spec.name: spec for spec in specs}
@@ -153,10 +157,11 @@ class Session:
         return self._layouts.guess(self._kind, source.count)
 
     def _announce(self, specs: Sequence[TensorSpec], peak: int) -> None:
-        for link in self._links:
-            link.opened = False
-            link.send(Announce(self.id, peak, tuple(specs)))
-        self._rounds.wait(lambda link: link.opened, "announcement")
+        with self._clock.phase("open"):
+            for link in self._links:
+                link.opened = False
+                link.send(Announce(self.id, peak, tuple(specs)))
+            self._rounds.wait(lambda link: link.opened, "announcement")
 
     @property
     def slot_bytes(self) -> int:
@@ -180,15 +185,7 @@ class Session:
         RecvError
             When a rank refuses or fails; the session is over then.
         """
-        self._check_open()
-        if self._finished:
-            raise SessionStateError(f"session {self.id[:8]} is finished", fix="send everything before finish()")
-        mode = _get_current_dispatch_mode()
-        if mode is not None:
-            raise UnsupportedError(
-                f"tensors are sent under {type(mode).__name__}, which may replace their bytes",
-                fix="call send() outside of torch dispatch modes such as FakeTensorMode",
-            )
+        self._check_sendable()
         kept = self._filler.kept = isinstance(named_tensors, (Mapping, list, tuple))
         with self._ends("sending"):
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
@@ -198,13 +195,21 @@ class Session:
                 self._filler.add(name, tensor)
             self._filler.pack_waiting()
 
+    def send_source(self) -> None:
+        """As :meth:`send`, with the tensors that this session was opened for."""
+        source = self._source
+        assert isinstance(source, AtHand)
+        if self._follower is None:  # nothing like it was sent before
+            self.send(source.pairs)
+            return
+        self._check_sendable()
+        with self._ends("sending"):
+            self._follower.take_all(source.tensors)
+
     def _followed(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[str, torch.Tensor]]:
         """Send what was sent before as it was; the rest, which must go another way."""
         follower = self._follower
         assert follower is not None
-        if self._verified and not follower.complete:
-            follower.take_all(pairs)
-            return ()
         taken = follower.take(pairs)
         if taken < len(pairs):
             self._leave()
@@ -297,6 +302,8 @@ class Session:
             self._commit_all()
         assert self._layout is not None
         self._layouts.keep(self._layout)
+        with self._clock.phase("close"):
+            self._close()
         phases = self._clock.phases | {"load": max(link.load_seconds for link in self._links)}
         self.report = UpdateReport(
             version=self._version,
@@ -310,7 +317,6 @@ class Session:
             staging_bytes=self._rounds.staging.peak_bytes,
             plans={link.name: link.plan for link in self._links if link.plan is not None},
         )
-        self._close()
         return self.report
 
     def abort(self, reason: str = "aborted by the caller") -> None:
@@ -345,7 +351,8 @@ class Session:
 
     def _allocate(self, sizes: Sizes) -> None:
         try:
-            self._rounds.staging.allocate(sizes.slots, sizes.slot_bytes)
+            with self._clock.phase("allocate"):
+                self._rounds.staging.allocate(sizes.slots, sizes.slot_bytes)
         except RecvError:
             self._rounds.wait(lambda link: link.opened, "open")  # why it is refused says more than that memory is short
             raise
@@ -410,6 +417,17 @@ class Session:
         except BaseException as error:
             self.abort(f"{type(error).__name__} while {what}")
             raise
+
+    def _check_sendable(self) -> None:
+        self._check_open()
+        if self._finished:
+            raise SessionStateError(f"session {self.id[:8]} is finished", fix="send everything before finish()")
+        mode = _get_current_dispatch_mode()
+        if mode is not None:
+            raise UnsupportedError(
+                f"tensors are sent under {type(mode).__name__}, which may replace their bytes",
+                fix="call send() outside of torch dispatch modes such as FakeTensorMode",
+            )
 
     def _check_open(self) -> None:
         if self._closed or os.getpid() != self._pid:

@@ -40,8 +40,16 @@ class AtHand:
     repeats = True
 
     def __init__(self, named: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.pairs = list(named.items() if isinstance(named, Mapping) else named)
-        self.count: int | None = len(self.pairs)
+        # Two lists of what there is: pairs would be tens of thousands of new objects for the garbage collector.
+        self.names: list[str] = list(named) if isinstance(named, Mapping) else [name for name, _ in named]
+        values = named.values() if isinstance(named, Mapping) else (tensor for _, tensor in named)
+        self.tensors: list[torch.Tensor] = list(values)
+        self.count: int | None = len(self.names)
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Names with their tensors."""
+        return list(zip(self.names, self.tensors, strict=True))
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`Source.specs`."""
@@ -56,7 +64,7 @@ class AtHand:
 
     def fits(self, layout: Layout) -> bool:
         """See :meth:`Source.fits`."""
-        return layout.fits(self.pairs)
+        return layout.fits(self.names, self.tensors)
 
 
 class Described:

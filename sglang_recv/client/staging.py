@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_recv.client.link import RankLink
-from sglang_recv.client.pack import Packer, Tables
+from sglang_recv.client.pack import Packer, Pending, Prepared, Tables
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
@@ -21,6 +21,8 @@ class Buffer:
         self.nbytes = nbytes
         #: Rounds below this one must be acknowledged before the buffer may be written again.
         self.free_at = 0
+        #: Copies into it that were started.
+        self.pending: list[Pending] = []
         self.parts: dict[str, ExportableBuffer] = {}
         self.views: dict[str, Views] = {}
         try:
@@ -43,6 +45,13 @@ class Buffer:
             part = self.parts[link.device]
             with part.export_fd() as fd:
                 link.offer(OfferBuffer(session, self.number, part.kind.value, part.nbytes), fd.fileno(), timeout)
+
+    def wait_packed(self) -> None:
+        """Return once the device has done every copy that was started."""
+        for event in self.pending:
+            if event is not None:
+                event.synchronize()
+        self.pending.clear()
 
     def close(self) -> None:
         """Free the memory on this side."""
@@ -135,21 +144,18 @@ class Staging:
     def pack(self, buffer: Buffer, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Start copying tensors to their offsets, on every device."""
         for device, views in buffer.views.items():
-            self._packers[device].pack(views, tensors)
+            buffer.pending.append(self._packers[device].pack(views, tensors))
 
-    def pack_again(self, buffer: Buffer, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Start copying tensors ``first`` and following of a known bucket by kernels; False when some device needs
-        :meth:`pack`."""
-        packed = [
-            self._packers[device].pack_again(views, tables, first, tensors) for device, views in buffer.views.items()
-        ]
+    def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> list[Prepared] | None:
+        """What :meth:`pack_prepared` needs; None when some device needs :meth:`pack`."""
+        found = [packer.prepare(tables, first, tensors) for packer in self._packers.values()]
+        return None if None in found else [prepared for prepared in found if prepared is not None]
+
+    def pack_prepared(self, buffer: Buffer, tables: Tables, first: int, prepared: Sequence[Prepared]) -> None:
+        """Start copying tensors ``first`` and following of a known bucket by kernels."""
+        for (device, packer), work in zip(self._packers.items(), prepared, strict=True):
+            buffer.pending.append(packer.pack_prepared(buffer.views[device], tables, first, work))
         self._count()
-        return all(packed)
-
-    def wait_packed(self) -> None:
-        """Return once all started copies are done."""
-        for packer in self._packers.values():
-            packer.wait()
 
     def close(self) -> None:
         """Free everything on this side. The ranks have unmapped theirs when the session is over."""

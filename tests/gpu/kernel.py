@@ -87,11 +87,11 @@ def main() -> None:
         places = copies.Places.of(sources), copies.Places.of(targets)
         plain = copies.TorchCopier(table)
         found[name] = {"torch": total / seconds(functools.partial(plain.run, *places)) / 1e9}
-        for tile, steps, warps in itertools.product((1024, 2048), (2, 8, 16), (4, 8)):
-            copies_triton.TILE, copies_triton.STEPS, copies_triton.WARPS = tile, steps, warps  # type: ignore[misc]
+        for whole, steps, warps in itertools.product((4096, 8192, 16384), (8,), (4, 8, 16)):
+            copies_triton.WHOLE, copies_triton.STEPS, copies_triton.WARPS = whole, steps, warps  # type: ignore[misc]
             kernel = copies_triton.TritonCopier(table, DEVICE)
             speed = total / seconds(functools.partial(kernel.run, *places)) / 1e9
-            found[name][f"tile {tile}, {steps} steps, {warps} warps"] = speed
+            found[name][f"{whole} items, {steps} steps, {warps} warps"] = speed
         print(name, " ".join(f"[{way}] {speed:.0f}" for way, speed in found[name].items()), flush=True)
         del sources, targets, places, plain, kernel
         torch.cuda.empty_cache()

@@ -139,7 +139,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--slot-mib", type=int, default=512)
+    parser.add_argument("--slot-mib", type=int, default=0, help="0: the client's own choice")
+    parser.add_argument("--slots", type=int, default=None)
     parser.add_argument("--saver", action="store_true", help="this process runs under the memory saver's preload")
     parser.add_argument("--stock", type=int, default=0, help="how many stock updates to time first")
     parser.add_argument("--race", type=int, default=0, help="how often to time stock and ours in turn, at the end")
@@ -178,7 +179,8 @@ def main() -> None:
     flush(options.url)
     baseline = free_bytes()
     runs = []
-    with WeightClient(options.url, slot_bytes=options.slot_mib << 20, deadline=300) as client:
+    slot_bytes = options.slot_mib << 20 if options.slot_mib else None
+    with WeightClient(options.url, slots=options.slots, slot_bytes=slot_bytes, deadline=300) as client:
         if options.stock:
             report["stock_digest"] = client.checksum()[options.url][0].digest
         for index in range(options.updates):

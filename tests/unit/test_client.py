@@ -75,7 +75,7 @@ def two() -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def client(*engines: Engine, **kwargs: Any) -> Iterator[WeightClient]:
-    with WeightClient(list(engines), **{"slot_bytes": SLOT, "deadline": PATIENCE, **kwargs}) as made:
+    with WeightClient(list(engines), **{"slots": 2, "slot_bytes": SLOT, "deadline": PATIENCE, **kwargs}) as made:
         yield made
 
 

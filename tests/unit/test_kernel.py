@@ -15,7 +15,7 @@ from sglang_recv import copies
 
 pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
 from sglang_recv.copies import Places
-from sglang_recv.copies_triton import STEPS, TILE, TritonCopier
+from sglang_recv.copies_triton import STEPS, TILE, WHOLE, TritonCopier
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -68,7 +68,7 @@ def test_the_kernel_copies_what_torch_copies(seed: int) -> None:
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 16])
 def test_a_table_follows_its_addresses(shift: int) -> None:
     """The same table runs between other places, whose alignment allows larger or smaller items."""
-    size = 2 * TILE * STEPS * 8 + 24  # more than two chunks
+    size = 2 * max(WHOLE, TILE * STEPS) * 8 + 24  # more than two chunks
     table = copies.table([(0, 0, 0, 0, size, 1, 0, 0, 1, 0, 0), (0, 5, 1, 3, 12, 1, 0, 0, 1, 0, 0)])
     kernel = TritonCopier(table, DEVICE)
     memory = torch.randint(0, 256, (size + 64,), dtype=torch.uint8, device=DEVICE)

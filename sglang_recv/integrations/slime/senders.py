@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -13,6 +14,9 @@ from sglang_recv.client.session import Session, UpdateReport
 from sglang_recv.client.target import HttpTarget
 from sglang_recv.integrations.slime.pairing import Engine, Share
 from sglang_recv.wire import RankTable
+
+#: Staging slots of a train rank: docs/slime.md tells its users how much memory they take.
+_SLOTS: Final = 2
 
 
 class _Discovered(HttpTarget):
@@ -60,6 +64,7 @@ class Senders:
                 _Discovered(engines[share.engine], api_key, deadline),
                 mode,
                 ranks=list(share.ranks),
+                slots=_SLOTS,
                 slot_bytes=slot_bytes,
                 deadline=deadline,
             )
