@@ -39,9 +39,7 @@ def _copy_whole(rows, chunks, count, TILE: tl.constexpr):  # type: ignore[no-unt
     target = tl.multiple_of(tl.load(row + count) + first * 8, 16).to(tl.pointer_type(tl.int64))
     index = tl.arange(0, TILE)
     inside = index < tl.load(row + 2 * count) - first
-    # What is copied is not read again soon: it need not push anything out of the cache.
-    value = tl.load(source + index, mask=inside, eviction_policy="evict_first")
-    tl.store(target + index, value, mask=inside, eviction_policy="evict_first")
+    tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]

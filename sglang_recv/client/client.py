@@ -35,7 +35,7 @@ from sglang_recv.wire import MAX_VERSION_CHARS, Checksum, ChecksumRequest, Open,
 logger = logging.getLogger(__name__)
 
 #: Bytes of all slots on one device when nothing is said.
-STAGING_BYTES: Final = {"cuda": 4 << 30, "cpu": 128 << 20}
+STAGING_BYTES: Final = {"cuda": 3 << 30, "cpu": 192 << 20}
 MAX_SLOTS: Final = 64
 PAUSES: Final = ("caller", "abort", "retract", "in_place")
 
@@ -58,8 +58,8 @@ class WeightClient:
         Which engine ranks this process feeds: ``all`` (one sender for everything), ``local`` (those on the current CUDA
         device: one sender process per GPU), or a list.
     slots, slot_bytes
-        How many staging slots per device, of how many bytes. By default 4 that have together at most 4 GiB of a GPU, at
-        most an eighth of what is free on it, 128 MiB on a CPU, and what the update needs where that is known; fewer
+        How many staging slots per device, of how many bytes. By default 3 that have together at most 3 GiB of a GPU, at
+        most a quarter of what is free on it, 192 MiB on a CPU, and what the update needs where that is known; fewer
         and larger ones where that holds its largest tensor.
     deadline
         Seconds that any single wait may take.
@@ -426,7 +426,7 @@ class WeightClient:
         largest, total = max(together.values(), default=0), None if specs is None else sum(together.values())
         bound = STAGING_BYTES[device.type]
         if device.type == "cuda":
-            bound = min(bound, torch.cuda.mem_get_info(device)[0] // 8)
+            bound = min(bound, torch.cuda.mem_get_info(device)[0] // 4)
         return choose_sizes(self._slots, self._slot_bytes, bound, total, largest, granularity(device))
 
 

@@ -114,7 +114,7 @@ class Filler:
             findings.append(f"{name}: sent twice")
         if hasattr(tensor, "full_tensor"):
             findings.append(f"{name}: a DTensor is one rank's shard; send tensor.full_tensor()")
-        elif tensor.layout is not torch.strided or tensor.is_meta:
+        elif not has_bytes(tensor):
             findings.append(f"{name}: layout {tensor.layout} on {tensor.device} has no bytes to send")
         if findings:
             raise manifest.manifest_error(findings, "a tensor cannot be sent")
@@ -193,6 +193,11 @@ class Filler:
         message = Load(self._session, self._rounds.sent, (Bucket(entries),))
         self._rounds.send(message, fill.buffer, len(entries), nbytes)
         self.history.append(SentRound(tuple(e.spec for e in entries), tuple(e.offset for e in entries), large))
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """False for tensors that only describe others: sparse ones, and those on no device."""
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def check_pair(name: object, tensor: object) -> None:

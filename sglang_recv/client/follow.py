@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_recv.client.fill import Left
+from sglang_recv import manifest
+from sglang_recv.client.fill import Left, has_bytes
 from sglang_recv.client.layout import PLAIN, Layout, SentRound
 from sglang_recv.client.pack import Prepared
 from sglang_recv.client.rounds import Rounds
@@ -135,6 +136,10 @@ class Follower:
         if prepared is not None:
             self._rounds.pack_prepared(buffer, sent.tables, first, prepared)
         else:
+            empty = [name for (name, *_), t in zip(sent.expected[first:], tensors, strict=False) if not has_bytes(t)]
+            if empty:
+                findings = [f"{name}: has no bytes to send" for name in empty]
+                raise manifest.manifest_error(findings, "a tensor cannot be sent")
             offsets = sent.offsets[first : first + len(tensors)]
             self._rounds.pack(buffer, list(zip(offsets, tensors, strict=True)))
 
@@ -153,6 +158,5 @@ def _is(name: str, tensor: torch.Tensor, expected: tuple[str, torch.dtype, tuple
         and name == expected[0]
         and tensor.dtype is expected[1]
         and tensor.shape == expected[2]
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
+        and has_bytes(tensor)
     )

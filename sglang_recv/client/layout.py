@@ -31,8 +31,8 @@ class Sizes(NamedTuple):
     peak: int
 
 
-#: So many slots keep a GPU busy: one is packed and one is loaded, while messages of the others are on their way.
-_SLOTS: Final = 4
+#: So many slots keep a GPU busy: one is packed and one is loaded, while the message of the third is on its way.
+_SLOTS: Final = 3
 #: Slots are not made smaller than this for the sake of their number: a round costs half a millisecond.
 _SMALL: Final = 64 << 20
 
@@ -70,8 +70,6 @@ def choose_sizes(
 
 
 _DTYPE: Final = operator.attrgetter("dtype")
-_LAYOUT: Final = operator.attrgetter("layout")
-_IS_META: Final = operator.attrgetter("is_meta")
 
 
 def new_token() -> str:
@@ -161,7 +159,7 @@ class Layout:
         return [spec.name for spec in specs], dtypes, [spec.shape for spec in specs]
 
     def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
-        """True when these are the tensors that were given.
+        """True when these are the tensors that were given, but for whether they have bytes at all.
 
         There may be tens of thousands of them, and a microsecond for each is what a fast update cannot spare: hence
         comparisons by ``map``, which also keep nothing that would bring on the garbage collector.
@@ -172,8 +170,6 @@ class Layout:
             and PLAIN.issuperset(map(type, tensors))
             and all(map(operator.is_, map(_DTYPE, tensors), dtypes))
             and all(map(operator.eq, map(torch.Tensor.size, tensors), shapes))
-            and set(map(_LAYOUT, tensors)) <= {torch.strided}
-            and not any(map(_IS_META, tensors))
         )
 
 

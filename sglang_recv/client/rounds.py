@@ -135,6 +135,8 @@ class Rounds:
 
     def send(self, message: Load | Repeat, buffer: Buffer | None, tensors: int, nbytes: int) -> None:
         """Send the next round, whose tensors are on their way into ``buffer``."""
+        with self._clock.phase("map"):
+            self.staging.wait_mapped()
         if buffer is not None:
             with self._clock.phase("pack"):
                 buffer.wait_packed()

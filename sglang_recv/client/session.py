@@ -125,27 +125,24 @@ class Session:
             for link in self._links:
                 link.attach(request.session, request.sender, self._deadline)
                 link.send(request)
-        if guess is not None:
-            with self._clock.phase("compare"):
-                if not source.fits(guess):
-                    # While the ranks were opening; they learn what is sent instead before anything is.
-                    specs = source.specs()
-                    chosen = sizes(specs)
-                    guess = None
         if not request.takeover:  # else the sender before this one still has its own
             self._allocate(chosen)
         with self._clock.phase("open"):
             self._rounds.wait(lambda link: link.opened, "open")
-        if guess is not None and not all(link.recalled for link in self._links):
-            specs, guess = source.specs(), None
-        if guess is not None:
-            self._follower = Follower(self._rounds, self.id, guess)
-        elif specs is not None and request.manifest is None:
-            self._announce(specs, chosen.peak)
         if request.takeover:
             self._allocate(chosen)
         with self._clock.phase("map"):
             self._rounds.staging.offer()
+        if guess is not None:
+            # While the ranks map the slots; they learn what is sent instead before anything is.
+            with self._clock.phase("compare"):
+                if not source.fits(guess) or not all(link.recalled for link in self._links):
+                    specs, guess = source.specs(), None
+            if specs is not None:
+                peak = sizes(specs).peak + chosen.peak  # the slots are what they are
+                self._announce(specs, peak)
+        if guess is not None:
+            self._follower = Follower(self._rounds, self.id, guess)
         self._sizes = chosen
         if specs is not None:
             self._filler.announced = {spec.name: spec for spec in specs}

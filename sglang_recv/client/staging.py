@@ -79,6 +79,8 @@ class Staging:
         self._timeout = timeout
         self._devices = tuple(dict.fromkeys(link.device for link in links))
         self._next = 0
+        #: Buffers that ranks have not answered for.
+        self._offered = 0
         self._buffers: dict[int, Buffer] = {}
         self.slots: list[Buffer] = []
         self.slot_bytes = 0
@@ -102,7 +104,7 @@ class Staging:
             raise
 
     def offer(self) -> None:
-        """Let every rank map the slots."""
+        """Let every rank map the slots; :meth:`wait_mapped` takes the answers."""
         self._offer(self.slots)
 
     def add(self, nbytes: int) -> Buffer:
@@ -115,6 +117,7 @@ class Staging:
         """
         buffer = self._make(nbytes)
         self._offer([buffer])
+        self.wait_mapped()
         return buffer
 
     def _make(self, nbytes: int) -> Buffer:
@@ -132,7 +135,12 @@ class Staging:
         # All of them before the first answer: ranks and this side work at the same time.
         for buffer in buffers:
             buffer.offer(self._links, self._session, self._timeout)
-        for _ in buffers:
+            self._offered += 1
+
+    def wait_mapped(self) -> None:
+        """Return once every rank has mapped all that it was offered."""
+        while self._offered:
+            self._offered -= 1
             for link in self._links:
                 link.mapped(self._timeout)
 
