@@ -18,13 +18,17 @@ from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged
 from sglang_recv.receiver.host import Load, Tensors
 from sglang_recv.receiver.plan import BucketPlan, Chain, kept, prove
 from sglang_recv.receiver.recording import Recorder, conclude
-from sglang_recv.wire import Kept, PlanReport
+from sglang_recv.wire import Kept, PlanReport, printable
 
 logger = logging.getLogger(__name__)
 
 
 #: How many buckets are remembered before all are forgotten: senders whose layout differs each time must not pile up.
 _MAX_OBSERVED: Final = 4096
+_MAX_TENSORS: Final = 500_000
+#: A proof loads the model once more. A sender whose sessions only begin alike would cause one each time.
+_MAX_PROOFS: Final = 16
+_PARTIAL: Final = "not a complete update"
 
 
 class Applier(Protocol):
@@ -55,7 +59,7 @@ class _Seen:
 
     written: Ranges
     unread: tuple[str, ...]
-    plan: BucketPlan
+    plan: BucketPlan | None
 
 
 class Observations:
@@ -78,21 +82,24 @@ class Observations:
         self._model = model
         self._plans = plans
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
-        self._addresses: tuple[int, ...] = ()
+        #: Where parameters are and what form they have; a plan dies with it.
+        self._forms: tuple[tuple[Any, ...], ...] = ()
         self._places = Places.of(())
         self._seen: dict[bytes, _Seen] = {}
         #: Complete sessions, by the key of their last bucket.
         self._complete: dict[bytes, Chain] = {}
         self._proven: set[bytes] = set()
+        self._tensors = self._proofs = 0
         #: False once this model's loaders did something to tensors that is not a copy.
         self.only_copies = True
 
     def begin(self) -> bytes:
         """The key that a session starts from. Called when the parameters are where loaders write them."""
         parameters = tuple(self._model.parameters())
-        addresses = tuple(parameter.data_ptr() for parameter in parameters)
-        if addresses != self._addresses or len(self._seen) > _MAX_OBSERVED:
-            self._parameters, self._addresses = parameters, addresses
+        forms = tuple((p.data_ptr(), p.dtype, tuple(p.shape), p.stride()) for p in parameters)
+        if forms != self._forms or len(self._seen) > _MAX_OBSERVED or self._tensors > _MAX_TENSORS:
+            self._parameters, self._forms = parameters, forms
+            self._tensors = self._proofs = 0
             self._places = Places.of(parameters)
             self._seen.clear()
             self._complete.clear()
@@ -110,8 +117,11 @@ class Observations:
 
     def put(self, key: bytes, layout: Layout, watched: _Watched) -> _Seen:
         """Keep what was seen of the load of a bucket."""
-        recorded = conclude(watched.recorder, layout.names, watched.read, self._parameters)
-        plan = BucketPlan(layout, recorded, self._places, self._parameters[0].device)
+        plan = None
+        if self._plans:
+            recorded = conclude(watched.recorder, layout.names, watched.read, self._parameters)
+            plan = BucketPlan(layout, recorded, self._places, self._parameters[0].device)
+        self._tensors += len(layout)
         filled = zip(layout.names, layout.sizes.tolist(), strict=True)
         unread = tuple(name for name, size in filled if size and name not in watched.read)
         seen = self._seen[key] = _Seen(watched.written, unread, plan)
@@ -123,7 +133,8 @@ class Observations:
 
     def mark_complete(self, keys: Sequence[bytes]) -> None:
         """Keep that finding, for the session whose buckets these are."""
-        buckets = tuple(self._seen[key].plan for key in keys)
+        plans = [self._seen[key].plan for key in keys]
+        buckets = tuple(plan for plan in plans if plan is not None)
         self._complete[keys[-1]] = Chain(tuple(keys), buckets)
 
     def plan(self, key: bytes) -> BucketPlan | None:
@@ -135,10 +146,11 @@ class Observations:
 
         That the update may turn out otherwise does no harm: it reaches every parameter, or is never committed.
         """
-        if not self._plans:
+        if not self._plans or self._proofs >= _MAX_PROOFS:
             return
         chain = next((chain for chain in reversed(self._complete.values()) if chain.keys[0] == key), None)
         if chain is not None and chain.verdict is None:
+            self._proofs += 1
             prove(chain, self._model, load)
             if chain.proven:
                 self._proven.update(chain.keys)
@@ -147,8 +159,8 @@ class Observations:
         """State, seconds of the proof, and what stays with the loader, for a session with these buckets."""
         chain = self._complete.get(keys[-1]) if keys else None
         if not self._plans or chain is None:
-            return "off" if not self._plans else "not a complete update", 0.0, ()
-        state = "proven" if chain.proven else chain.verdict or "recorded"
+            return "off" if not self._plans else _PARTIAL, 0.0, ()
+        state = "proven" if chain.proven else printable(chain.verdict or "recorded")
         return state, round(chain.seconds, 6), kept(chain.buckets)
 
 
@@ -192,23 +204,27 @@ class ModelApplier:
         seen = self._observations.get(key)
         if seen is None:
             seen = self._observations.put(key, bucket.layout, self._watch(bucket.tensors()))
+            self._loaded += len(bucket.layout)
         else:
             plan = self._observations.plan(key)
             if plan is None:
                 self._load(bucket.tensors())
+                self._loaded += len(bucket.layout)
             else:
                 plan.replay(bucket, self._load)
                 self._replayed += plan.planned
+                self._loaded += len(plan.recorded.stock)
         self._staged.add_spans(*bucket.spans())
         self._keys.append(key)
         self._written.append(seen.written)
         self._unread += seen.unread
-        self._loaded += len(bucket.layout)
 
     def report(self) -> PlanReport:
         """See :meth:`Applier.report`."""
         state, seconds, kept = self._observations.report(self._keys)
-        return PlanReport(state, self._replayed, self._loaded - self._replayed, seconds, kept)
+        if self._replayed and state == _PARTIAL:
+            state = "proven"  # its buckets are among those of a full update
+        return PlanReport(state, self._replayed, self._loaded, seconds, kept)
 
     def _watch(self, tensors: Tensors) -> _Watched:
         """Load a bucket, and see what that does."""

@@ -11,14 +11,15 @@ does. Trained weights prove little here: from one step to the next most of their
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from sglang_recv.memory import StagingBuffer, allocate
 from sglang_recv.receiver import checksum
 from sglang_recv.receiver.bucket import Layout, StagedBucket
 from sglang_recv.receiver.host import Load
-from sglang_recv.receiver.recording import Recorded
-from sglang_recv.wire import Kept
+from sglang_recv.receiver.recording import Recorded, random_is_safe
+from sglang_recv.wire import Kept, printable
 
 logger = logging.getLogger(__name__)
 
@@ -97,30 +98,43 @@ def prove(chain: Chain, model: torch.nn.Module, load: Load) -> None:
         The model's own loader.
     """
     started = time.monotonic()
-    chain.verdict = _verdict(chain, model, load)
+    chain.verdict = _attempt(lambda: _verdict(chain, model, load))
     chain.seconds = time.monotonic() - started
     logger.info(
         "load plan of %d buckets: %s, %.3f s; left to the loader: %s",
         len(chain.buckets),
-        chain.verdict or "proven",
+        "not proven" if chain.verdict is None else chain.verdict or "proven",
         chain.seconds,
         kept(chain.buckets) or "nothing",
     )
 
 
-def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str:
+def _attempt(step: Callable[[], str | None]) -> str | None:
+    """The verdict of ``step``. Whatever a loader makes of random bytes, the update goes on without a plan."""
+    try:
+        return step()
+    except Exception as error:
+        # As text: a record of the exception would hold views of the buffer.
+        logger.warning("the proof of a load plan failed\n%s", traceback.format_exc())
+        return f"the proof failed: {type(error).__name__}: {error}"
+
+
+def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str | None:
     if not any(len(bucket.recorded.rows) for bucket in chain.buckets):
         return "nothing is a plain copy"
     device = next(model.parameters()).device
     try:
         buffer = allocate(device, max(int(bucket.layout.packed[-1]) for bucket in chain.buckets))
     except RecvError as error:
-        return f"no memory for a proof: {error.message}"
-    aside = _SetAside(model)
+        logger.warning("a load plan cannot be proven now: %s", error)
+        return None  # there may be memory next time
     try:
-        return _compare(chain, model, load, buffer)
+        aside = _SetAside(model)
+        try:
+            return _attempt(lambda: _compare(chain, model, load, buffer))
+        finally:
+            aside.restore()
     finally:
-        aside.restore(model)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         buffer.close()
@@ -128,17 +142,14 @@ def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str:
 
 def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBuffer) -> str:
     noise = _Noise(buffer, secrets.randbits(62))
-    try:
-        for number, bucket in enumerate(chain.buckets):
-            bucket.replay(noise.fill(number, bucket.layout), load)
-        replayed = checksum.digests(model)
-        for number, bucket in enumerate(chain.buckets):
-            load(noise.fill(number, bucket.layout).tensors())
-        loaded = checksum.digests(model)
-    except Exception as error:  # whatever a loader makes of random bytes, the update goes on without a plan
-        # As text: a record of the exception would hold views of the buffer.
-        logger.warning("the proof of a load plan failed\n%s", traceback.format_exc())
-        return f"the proof failed: {type(error).__name__}: {error}"
+    # What a recording leaves out must not be there already, from the load that was recorded.
+    noise.scramble(model)
+    for number, bucket in enumerate(chain.buckets):
+        bucket.replay(noise.fill(number, bucket.layout), load)
+    replayed = checksum.digests(model)
+    for number, bucket in enumerate(chain.buckets):
+        load(noise.fill(number, bucket.layout).tensors())
+    loaded = checksum.digests(model)
     different = sorted(name for name in replayed.keys() | loaded.keys() if replayed.get(name) != loaded.get(name))
     if not different:
         return ""
@@ -147,7 +158,7 @@ def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBu
 
 
 class _Noise:
-    """Buckets of random bytes, the same again for the same seed and number."""
+    """Random bytes, the same again for the same seed and number of a bucket."""
 
     def __init__(self, buffer: StagingBuffer, seed: int) -> None:
         self._bytes = buffer.tensor()
@@ -163,41 +174,65 @@ class _Noise:
         which = np.zeros(len(layout), np.int64)
         bucket = StagedBucket(layout, self._bytes.device, [self._views], which, layout.packed[:-1])
         for _, tensor in bucket.tensors():
-            if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.uint8:
+            if not random_is_safe(tensor.dtype):
                 tensor.zero_()
         return bucket
 
+    @torch.no_grad()
+    def scramble(self, model: torch.nn.Module) -> None:
+        """Random bytes in place of every parameter, but for items that may be indices."""
+        for number, parameter in enumerate(model.parameters()):
+            if not random_is_safe(parameter.dtype) or not parameter.numel():
+                continue
+            # Another parameter's bytes may be between its own.
+            whole = parameter if parameter.is_contiguous() else torch.empty_like(parameter).contiguous()
+            flat = whole.detach().as_strided((whole.numel(),), (1,)).view(torch.uint8)
+            self._generator.manual_seed(self._seed - 1 - number)
+            flat.random_(0, 256, generator=self._generator)
+            if whole is not parameter:
+                parameter.copy_(whole)
+
 
 class _SetAside:
-    """What a model holds beside its parameters, kept in host memory while a proof changes it."""
+    """What the modules of a model hold beside their parameters, kept while a proof changes it.
+
+    Attributes as they are, entries of lists and dictionaries among them, and the bytes of all tensors found so, in host
+    memory. What lies deeper, or in objects that are no modules, is not kept.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         homes = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        #: Bytes of storages, by address: layers often share a table.
-        self._bytes: dict[int, torch.Tensor] = {}
-        #: For each tensor its storage, and the bytes of the tensor itself in ``_bytes``.
-        self._held: dict[str, tuple[int, torch.Tensor]] = {}
-        for name, tensor in checksum.held_tensors(model):
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._entries: list[tuple[Any, Any]] = []
+        #: Storages and their bytes: layers often share a table.
+        self._bytes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module in model.modules():
+            held = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
+            self._attributes.append((vars(module), held))
+            self._entries += [(value, copy.copy(value)) for value in held.values() if type(value) in (list, dict)]
+        for _, tensor in checksum.held_tensors(model):
+            if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+                continue
             home = tensor.untyped_storage().data_ptr()
-            if tensor.numel() and not tensor.is_meta and home not in homes:
-                if home not in self._bytes:
-                    self._bytes[home] = storage_bytes(tensor)[0].to("cpu", copy=True)
-                whole = torch.empty(0, dtype=tensor.dtype).set_(self._bytes[home].untyped_storage())
-                self._held[name] = home, whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if home not in homes and home not in self._bytes:
+                whole = storage_bytes(tensor)[0]
+                self._bytes[home] = whole, whole.to("cpu", copy=True)
 
-    def restore(self, model: torch.nn.Module) -> None:
-        """Give every tensor its bytes back, also where the loader has put another tensor in its place."""
-        done = set()
+    def restore(self) -> None:
+        """Give everything back."""
+        for attributes, held in self._attributes:
+            for name in attributes.keys() - held.keys() - {"_parameters", "_modules"}:
+                del attributes[name]
+            attributes.update(held)
+        for container, entries in self._entries:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(entries)
+            else:
+                container.update(entries)
         with torch.no_grad():
-            for name, tensor in checksum.held_tensors(model):
-                home, held = self._held.get(name, (0, tensor))
-                if not home or (tensor.shape, tensor.dtype) != (held.shape, held.dtype):
-                    continue
-                if tensor.untyped_storage().data_ptr() != home:
-                    tensor.copy_(held)
-                elif home not in done:
-                    storage_bytes(tensor)[0].copy_(self._bytes[home])
-                    done.add(home)
+            for whole, held_bytes in self._bytes.values():
+                whole.copy_(held_bytes)
 
 
 def kept(buckets: Iterable[BucketPlan]) -> tuple[Kept, ...]:
@@ -206,4 +241,4 @@ def kept(buckets: Iterable[BucketPlan]) -> tuple[Kept, ...]:
     for bucket in buckets:
         for name, reason in bucket.recorded.reasons.items():
             by_reason.setdefault(reason, []).append(name)
-    return tuple(Kept(reason, len(names), tuple(names[:_NAMED])) for reason, names in by_reason.items())
+    return tuple(Kept(printable(why), len(names), tuple(names[:_NAMED])) for why, names in by_reason.items())

@@ -9,15 +9,17 @@ that it reached. All else stays with the loader, with a reason. Whether the resu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_recv import copies
 
-#: Items of these dtypes may be used as indices, and a proof loads what is no index.
-_MAY_INDEX: Final = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
+
+def random_is_safe(dtype: torch.dtype) -> bool:
+    """True when a proof may load random bytes as items of ``dtype``; other items may be used as indices."""
+    return dtype.is_floating_point or dtype.is_complex or dtype == torch.uint8
 
 
 class Copy(NamedTuple):
@@ -84,7 +86,7 @@ class Recorder:
 def _no_plan(target: torch.Tensor, source: torch.Tensor) -> str:
     if source.dtype != target.dtype:
         return f"converted from {source.dtype} to {target.dtype}".replace("torch.", "")
-    if source.dtype in _MAY_INDEX:
+    if not random_is_safe(source.dtype):
         return f"{source.dtype} may be an index".replace("torch.", "")
     if source.device != target.device:
         return f"copied from {source.device.type} to {target.device.type}"
@@ -130,16 +132,8 @@ def conclude(
     for copy, place in zip(recorder.copies, places, strict=True):
         if place is None:
             reasons.setdefault(copy.name, "copied to memory that is no parameter")
-    # Runs of bytes as columns: who writes them, from where to where. Every copy counts, planned or not.
-    rows = [
-        list(
-            copies.rows_of(
-                (0, 0, copy.source_strides), (0, copy.target, copy.target_strides), copy.shape, copy.itemsize
-            )
-        )
-        for copy in recorder.copies
-    ]
-    _mark_conflicts(recorder, rows, reasons)
+    _mark_conflicts(recorder.copies, reasons)
+    _mark_touched(recorder, home, places, reasons)
     used = set(read) | {copy.name for copy in recorder.copies}
     numbers = {name: number for number, name in enumerate(names)}
     planned = [
@@ -179,14 +173,23 @@ class _Homes:
             return None
         return int(self._order[place]), int(copy.target - self._starts[place])
 
+    def between(self, low: int, high: int) -> list[int]:
+        """Numbers of the parameters that have bytes from ``low`` to below ``high``."""
+        # Sorted by start; stops are in order too unless parameters share memory, and then a few more are named.
+        first = int(np.searchsorted(np.maximum.accumulate(self._stops), low, side="right"))
+        last = int(np.searchsorted(self._starts, high, side="left"))
+        return [int(self._order[place]) for place in range(first, last)]
 
-def _mark_conflicts(recorder: Recorder, rows: Sequence[list[tuple[int, ...]]], reasons: dict[str, str]) -> None:
-    """Give a reason to every tensor whose bytes something else reached too."""
+
+def _mark_conflicts(found: Sequence[Copy], reasons: dict[str, str]) -> None:
+    """Give a reason to every tensor of which another copy reached the same bytes."""
     starts, stops, owners = [], [], []
-    for number, of_copy in enumerate(rows):
-        for row in of_copy:
-            _, _, _, target, run, inner, _, inner_step, outer, _, outer_step = row
-            first = (target + np.arange(outer)[:, None] * outer_step + np.arange(inner) * inner_step).ravel()
+    for number, copy in enumerate(found):
+        # Only where it goes matters, so runs are as long as the target has them, whatever the source's order is.
+        target = (0, copy.target, copy.target_strides)
+        for row in copies.rows_of((0, 0, copy.target_strides), target, copy.shape, copy.itemsize):
+            _, _, _, place, run, inner, _, inner_step, outer, _, outer_step = row
+            first = (place + np.arange(outer)[:, None] * outer_step + np.arange(inner) * inner_step).ravel()
             starts.append(first)
             stops.append(first + run)
             owners.append(np.full(len(first), number, np.int64))
@@ -195,15 +198,26 @@ def _mark_conflicts(recorder: Recorder, rows: Sequence[list[tuple[int, ...]]], r
     start, stop, owner = np.concatenate(starts), np.concatenate(stops), np.concatenate(owners)
     order = np.argsort(start, kind="stable")
     start, stop, owner = start[order], stop[order], owner[order]
-    # A run overlaps an earlier one when it begins before the furthest stop so far; whose that was is in ``reach_of``.
+    # A run overlaps an earlier one when it begins before the furthest stop so far; whose that was is in ``last``.
     reach = np.maximum.accumulate(stop)
     last = np.maximum.accumulate(np.where(stop == reach, np.arange(len(stop)), 0))
-    for place in np.nonzero(start[1:] < reach[:-1])[0]:
-        for number in (owner[place + 1], owner[last[place]]):
-            reasons.setdefault(recorder.copies[number].name, "overlapping destinations")
+    later = np.nonzero(start[1:] < reach[:-1])[0]
+    for number in np.unique(np.concatenate([owner[later + 1], owner[last[later]]])).tolist():
+        reasons.setdefault(found[number].name, "overlapping destinations")
+
+
+def _mark_touched(
+    recorder: Recorder, home: _Homes, places: Sequence[tuple[int, int] | None], reasons: dict[str, str]
+) -> None:
+    """Give a reason to every tensor that was copied into a parameter to which something else happened too.
+
+    To any of its bytes: a loader that fills the padding of a shard, which no tensor reaches, must do so again.
+    """
+    copied: dict[int, set[str]] = {}
+    for copy, place in zip(recorder.copies, places, strict=True):
+        if place is not None:
+            copied.setdefault(place[0], set()).add(copy.name)
     for low, high, why in recorder.touched:
-        # Sorted by start, but stops need not be in order where runs overlap; those are marked already.
-        begin = int(np.searchsorted(reach, low, side="right"))
-        end = int(np.searchsorted(start, high, side="left"))
-        for number in set(owner[begin:end].tolist()):
-            reasons.setdefault(recorder.copies[number].name, why)
+        for parameter in home.between(low, high):
+            for name in copied.get(parameter, ()):
+                reasons.setdefault(name, why)
