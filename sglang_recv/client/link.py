@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -64,6 +65,8 @@ class RankLink:
         self.name = f"engine {engine} rank {pair.rank.rank}"
         self.dealer = Dealer(context, pair.rank.control)
         self.fds: FdConnection | None = None
+        #: Answers on it that came before anyone waited for them.
+        self._early: deque[bytes] = deque()
         self.welcome: Welcome | None = None
         self.opened = False
         self.recalled = False
@@ -177,9 +180,7 @@ class RankLink:
             ) from error
 
     def _take_fd_reply(self, fds: FdConnection, expected: type[Attached | BufferMapped], timeout: float) -> None:
-        raw, stray = fds.recv(timeout)
-        if stray is not None:
-            stray.close()
+        raw = self._early.popleft() if self._early else _packet(fds, timeout)
         answer = wire.decode(raw, wire.FdReply)
         if isinstance(answer, Error):
             raise answer.exception()
@@ -194,18 +195,25 @@ class RankLink:
         if self.fds is None:
             return False
         try:
-            self.fds.recv(timeout=0)
+            while True:  # what comes before the end is somebody's answer
+                self._early.append(_packet(self.fds, 0))
         except BlockingIOError:
             return False
         except (EOFError, OSError):
             return True
-        return False
 
     def close(self) -> None:
         """Drop both connections."""
         self.dealer.close()
         if self.fds is not None:
             self.fds.close()
+
+
+def _packet(fds: FdConnection, timeout: float) -> bytes:
+    raw, stray = fds.recv(timeout)
+    if stray is not None:
+        stray.close()
+    return raw
 
 
 def wait(

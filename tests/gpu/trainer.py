@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import threading
 import time
@@ -102,34 +103,66 @@ def flush(url: str) -> None:
         pass
 
 
-def device_copy(tensors: dict[str, torch.Tensor]) -> float:
-    """Seconds to copy the same bytes once on the device, through 2 GiB of scratch: the limit of any way that copies."""
-    scratch = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    targets = [scratch[: t.nbytes].view(t.dtype).view(t.shape) for t in tensors.values()]
-    seconds = 0.0
-    for _ in range(2):  # the first one pays for what the second is asked
+def device_copy(nbytes: int) -> float:
+    """Seconds to copy as many bytes once on the device, 2 GiB at a time: the limit of any way that copies."""
+    part = 2 << 30
+    source, target = (torch.empty(part, dtype=torch.uint8, device="cuda") for _ in range(2))
+    laps = []
+    for _ in range(5):
         torch.cuda.synchronize()
         started = time.monotonic()
-        torch._foreach_copy_(targets, list(tensors.values()))
+        for start in range(0, nbytes, part):
+            size = min(part, nbytes - start)
+            target[:size].copy_(source[:size])
         torch.cuda.synchronize()
-        seconds = time.monotonic() - started
-    return seconds
+        laps.append(time.monotonic() - started)
+    return statistics.median(laps)
 
 
-def race(url: str, tensors: dict[str, torch.Tensor], slot_bytes: int, laps: int) -> dict[str, list[float]]:
-    """Seconds of stock updates, ours, and ours when every load is watched, turn by turn, as the machine is noisy."""
-    laps_of: dict[str, list[float]] = {"stock": [], "ours": [], "ours, watched": []}
-    for lap in range(laps):
-        laps_of["stock"].append(stock_update(url, tensors, f"race-stock{lap}"))
-        # Slots of another size make other buckets, which this engine has not seen yet.
-        for way, size in {"ours": slot_bytes, "ours, watched": slot_bytes - (lap + 1) * (4 << 20)}.items():
-            with WeightClient(url, slot_bytes=size, deadline=300) as client:
-                client.status()  # the connection and the rank table outlive an update
-                torch.cuda.synchronize()
-                started = time.monotonic()
-                client.update(tensors, f"race-{lap}")
-                laps_of[way].append(time.monotonic() - started)
-    return laps_of
+def timed(client: WeightClient, tensors: dict[str, torch.Tensor], version: str) -> dict[str, Any]:
+    """One update of ours, from the call to the new version visible."""
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    done = client.update(tensors, version)
+    seconds = time.monotonic() - started
+    plans = {name: msgspec.to_builtins(plan) for name, plan in done.plans.items()}
+    return {"seconds": seconds, "phases": done.phases, "rounds": done.rounds, "plans": plans} | {
+        "staging_bytes": done.staging_bytes
+    }
+
+
+def race(
+    url: str, tensors: dict[str, torch.Tensor], slots: int | None, slot_bytes: int | None, laps: int, *, stock: bool
+) -> dict[str, Any]:
+    """Updates until a plan replays, and then stock and ours turn by turn, as the machine is noisy."""
+    report: dict[str, Any] = {"first": [], "ours": [], "stock": []}
+    with WeightClient(url, slots=slots, slot_bytes=slot_bytes, deadline=300) as client:
+        for number in range(3):
+            report["first"].append(timed(client, tensors, f"first-{number}"))
+        for lap in range(laps):
+            if stock:
+                report["stock"].append(stock_update(url, tensors, f"race-stock{lap}"))
+            report["ours"].append(timed(client, tensors, f"race-{lap}"))
+        report["lazy"] = []
+        for lap in range(3):
+            started = time.monotonic()
+            client.update(iter(tensors.items()), f"lazy-{lap}")
+            report["lazy"].append(time.monotonic() - started)
+        report["round_trip_seconds"] = round_trip(client)
+        client.update(tensors, "whole-again")
+    return report
+
+
+def round_trip(client: WeightClient, laps: int = 200) -> float:
+    """Median seconds of a round without tensors, from its message to its acknowledgement: the cost of control."""
+    found = []
+    with client.open("empty", kind="partial") as session:
+        for number in range(1, laps + 1):
+            started = time.monotonic()
+            session.pad(number)
+            session._rounds._wait_acked(number)
+            found.append(time.monotonic() - started)
+    return statistics.median(found)
 
 
 def main() -> None:
@@ -171,7 +204,7 @@ def main() -> None:
     report["tensors"] = len(tensors)
     report["bytes"] = sum(t.nbytes for t in tensors.values())
     if not options.saver:
-        report["device_copy_seconds"] = device_copy(tensors)
+        report["device_copy_seconds"] = device_copy(report["bytes"])
     report["stock_seconds"] = [stock_update(options.url, tensors, f"stock{index}") for index in range(options.stock)]
     gc.collect()
     torch.cuda.ipc_collect()
@@ -202,13 +235,15 @@ def main() -> None:
                     "device_bytes_after": baseline - free_bytes(),
                 }
             )
-        started = time.monotonic()
-        client.update(iter(tensors.items()), f"{options.version}-streamed")
-        report["streamed_seconds"] = time.monotonic() - started
+        if options.updates:
+            started = time.monotonic()
+            client.update(iter(tensors.items()), f"{options.version}-streamed")
+            report["streamed_seconds"] = time.monotonic() - started
+        report["updates"] = runs
+        if options.race:
+            stock = not options.saver
+            report["race"] = race(options.url, tensors, options.slots, slot_bytes, options.race, stock=stock)
         report["digest"] = client.checksum()[options.url][0].digest
-    report["updates"] = runs
-    if options.race:
-        report["race"] = race(options.url, tensors, options.slot_mib << 20, options.race)
     print(json.dumps(report), flush=True)
 
 
