@@ -35,7 +35,7 @@ from sglang_recv.wire import MAX_VERSION_CHARS, Checksum, ChecksumRequest, Open,
 logger = logging.getLogger(__name__)
 
 #: Bytes of all slots on one device when nothing is said.
-STAGING_BYTES: Final = {"cuda": 3 << 30, "cpu": 192 << 20}
+STAGING_BYTES: Final = {"cuda": 4 << 30, "cpu": 192 << 20}
 MAX_SLOTS: Final = 64
 PAUSES: Final = ("caller", "abort", "retract", "in_place")
 
@@ -58,7 +58,7 @@ class WeightClient:
         Which engine ranks this process feeds: ``all`` (one sender for everything), ``local`` (those on the current CUDA
         device: one sender process per GPU), or a list.
     slots, slot_bytes
-        How many staging slots per device, of how many bytes. By default 3 that have together at most 3 GiB of a GPU, at
+        How many staging slots per device, of how many bytes. By default 3 that have together at most 4 GiB of a GPU, at
         most a quarter of what is free on it, 192 MiB on a CPU, and what the update needs where that is known; fewer
         and larger ones where that holds its largest tensor.
     deadline

@@ -242,7 +242,7 @@ class ModelApplier:
             self._observations.only_copies = not copies.others and 2 * len(copies.read) > len(staged)
         written, recorder = Ranges(), Recorder()
         mode = CoverageMode(written, staged, recorder)
-        with watching(mode):
+        with watching(mode, mode.values()):
             self._load(tensors)
         return _Watched(written, mode.read, recorder)
 

@@ -6,7 +6,8 @@ tensor was read when an operation other than a view took it (or a view of it). T
 
 - :class:`CopyMode` sees the calls that Python code makes of torch. It understands ``copy_``, ``fill_``, ``item``
   and what only looks at tensors, and says when it saw anything else. Most loaders do nothing else, and it costs less.
-- :class:`CoverageMode` sees each operation of torch, whoever asked for it, and understands them all.
+- :class:`CoverageMode` sees each operation of torch, whoever asked for it, and understands them all. ``tolist`` and
+  ``numpy`` are none: :class:`ValueMode` beside it sees those.
 
 torch keeps modes per thread. :func:`watching` hands them on to thread pools; work on other threads is invisible.
 """
@@ -18,7 +19,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -228,7 +229,7 @@ _LOOKING_METHODS: Final = (
 #: Those of them that make a copy when they must.
 _MAY_COPY: Final = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("reshape", "reshape_as", "flatten", "contiguous", "to", "cpu", "cuda", "type")
+    for name in ("__getitem__", "reshape", "reshape_as", "flatten", "contiguous", "to", "cpu", "cuda", "type")
 )
 _LOOKING_PROPERTIES: Final = (
     *("data", "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad"),
@@ -239,15 +240,85 @@ _LOOKS: Final = frozenset(
     + [getattr(torch.Tensor, name).__get__ for name in _LOOKING_PROPERTIES]
 )
 _COPY: Final = torch.Tensor.copy_
+_GET_ITEM: Final = torch.Tensor.__getitem__
 _FILLS: Final = frozenset((torch.Tensor.fill_, torch.Tensor.zero_))
 _VALUES: Final = frozenset(
     getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 )
+#: Writes that are no operation of torch: they call Python for each item.
+_PYTHON_WRITES: Final = frozenset(getattr(torch.Tensor, name) for name in ("apply_", "map_", "map2_"))
 #: In-place methods of tensors: ``add_``, ``__iadd__``, ``__setitem__``.
 _IN_PLACE: Final = re.compile(r"[^_]_$|^__i\w+__$|^__setitem__$")
 
 
-class CopyMode(TorchFunctionMode):
+#: Answers that tell about a tensor, and not what it holds.
+_FACTS: Final = (bool, int, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments, as far as they have an address."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _holds_nothing_new(result: Any, storages: set[int]) -> bool:
+    """True for views of what is in ``storages``, and facts: whoever has them still has to ask torch for the values."""
+    if result is None or isinstance(result, _FACTS):
+        return True
+    if isinstance(result, torch.Tensor):
+        return result.layout is torch.strided and _storage(result) in storages
+    return isinstance(result, (list, tuple)) and all(_holds_nothing_new(item, storages) for item in result)
+
+
+class _CallMode(TorchFunctionMode):
+    """Sees the calls that Python code makes of torch."""
+
+    def __init__(self, staged: Staged, recorder: Recorder) -> None:
+        super().__init__()
+        self._staged = staged
+        self._recorder = recorder
+        self.read: set[str] = set()
+
+    def _taken(self, func: Any, given: Sequence[torch.Tensor], result: Any) -> None:
+        """Note what a call that nobody understands took: a plan could not give it that again.
+
+        ``given`` are its arguments from before the call: ``deepcopy`` puts its result into one.
+        """
+        if func not in _PYTHON_WRITES and _holds_nothing_new(result, {_storage(tensor) for tensor in given}):
+            return
+        for tensor in given:
+            self._value(tensor, f"read by {_name(func)}()")
+
+    def _value(self, tensor: torch.Tensor, reason: str = "read as a number") -> None:
+        place = self._staged.find(tensor)
+        if place is None:
+            self._recorder.touch(tensor, reason)
+        else:
+            self.read.add(place[0])
+            self._recorder.unplanned(place[0], reason)
+
+    def _refuse_staged(self, func: Any, tensor: torch.Tensor) -> None:
+        changed = self._staged.find(tensor)
+        if changed is not None:
+            raise _changed(changed[0], func)
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", repr(func))
+    return name
+
+
+class CopyMode(_CallMode):
     """Records copies and fills while active, and whether there was anything else.
 
     Parameters
@@ -261,11 +332,8 @@ class CopyMode(TorchFunctionMode):
     """
 
     def __init__(self, written: Ranges, staged: Staged, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__(staged, recorder)
         self._written = written
-        self._staged = staged
-        self._recorder = recorder
-        self.read: set[str] = set()
         #: Functions that this mode does not understand.
         self.others: set[str] = set()
 
@@ -279,7 +347,7 @@ class CopyMode(TorchFunctionMode):
         if func in _LOOKS:
             result = func(*args, **kwargs) if kwargs else func(*args)
             if func in _MAY_COPY and isinstance(result, torch.Tensor):
-                self._made(func, args[0], result)
+                self._made(func, args, result)
             return result
         if func is _COPY and len(args) == 2 and not kwargs:
             target, source = args
@@ -294,38 +362,56 @@ class CopyMode(TorchFunctionMode):
         elif func in _VALUES:
             self._value(args[0])
         else:
-            name = getattr(func, "__name__", repr(func))
+            name = _name(func)
             self.others.add(name)
             if args and isinstance(args[0], torch.Tensor) and _IN_PLACE.search(name):
                 self._refuse_staged(func, args[0])
+            given = list(_tensors((args, kwargs)))
+            result = func(*args, **(kwargs or {}))
+            self._taken(func, given, result)
+            return result
         return func(*args, **(kwargs or {}))
 
-    def _made(self, func: Any, tensor: torch.Tensor, result: torch.Tensor) -> None:
+    def _made(self, func: Any, args: Any, result: torch.Tensor) -> None:
         """A copy that a loader keeps would not be made by a plan. One that is only on its way to a parameter comes back
         as the source of ``copy_``, from outside of the bucket."""
-        if result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        if _storage(result) == _storage(args[0]):
+            return
+        # An index is read too. What other methods get beside their tensor only lends its dtype or shape.
+        for tensor in _tensors(args if func is _GET_ITEM else args[:1]):
             place = self._staged.find(tensor)
             if place is None:
                 self._recorder.touch(tensor, f"copied by {func.__name__}()")
             else:
                 self._recorder.unplanned(place[0], f"copied by {func.__name__}()")
 
-    def _value(self, tensor: torch.Tensor) -> None:
-        place = self._staged.find(tensor)
-        if place is None:
-            self._recorder.touch(tensor, "read as a number")
-        else:
-            self.read.add(place[0])
-            self._recorder.unplanned(place[0], "read as a number")
-
     def _write(self, func: Any, tensor: torch.Tensor) -> None:
         self._refuse_staged(func, tensor)
         self._written.add(tensor)
 
-    def _refuse_staged(self, func: Any, tensor: torch.Tensor) -> None:
-        changed = self._staged.find(tensor)
-        if changed is not None:
-            raise _changed(changed[0], func)
+
+class ValueMode(_CallMode):
+    """Records what leaves torch without an operation, as by ``tolist``. A :class:`CoverageMode` makes it."""
+
+    def twin(self) -> ValueMode:
+        """One for another thread, with the same records."""
+        other = ValueMode(self._staged, self._recorder)
+        other.read = self.read
+        return other
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func in _PYTHON_WRITES:
+            self._refuse_staged(func, args[0])
+        given = list(_tensors((args, kwargs)))
+        # The operations behind a call are noted before it: their reasons say more, and the first one counts.
+        result = func(*args, **(kwargs or {}))
+        if func in _VALUES:
+            self._value(args[0])
+        else:
+            self._taken(func, given, result)
+        return result
 
 
 _COPY_OPERATION: Final = torch.ops.aten.copy_.default
@@ -354,6 +440,12 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def twin(self) -> CoverageMode:
         """One for another thread, with the same records."""
         other = CoverageMode(self._written, self._staged, self._recorder)
+        other.read = self.read
+        return other
+
+    def values(self) -> ValueMode:
+        """The mode to watch with beside this one, with the same records."""
+        other = ValueMode(self._staged, self._recorder)
         other.read = self.read
         return other
 
@@ -413,43 +505,82 @@ class CoverageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder.copied(target, source, found)
 
 
-_submit: Final = ThreadPoolExecutor.submit
+Mode = CopyMode | CoverageMode | ValueMode
+
+
+class _Pools:
+    """``ThreadPoolExecutor.submit`` while anybody watches: tasks of a thread that watches take its modes along.
+
+    Each one is for one patch of the class. Another library may have wrapped it by the end, and goes on to call it: with
+    nobody left in ``_modes`` it hands everything on.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._modes: dict[int, Sequence[Mode]] = {}
+        self._original: Final = ThreadPoolExecutor.submit
+
+        def submit(pool: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            modes = self._modes.get(threading.get_ident())
+            if modes is None:
+                return self._original(pool, task, *args, **kwargs)
+
+            def under_modes(*args: Any, **kwargs: Any) -> Any:
+                with self.watch([mode.twin() for mode in modes]):
+                    return task(*args, **kwargs)
+
+            return self._original(pool, under_modes, *args, **kwargs)
+
+        self._submit: Final = submit
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign, assignment]
+
+    @contextmanager
+    def watch(self, modes: Sequence[Mode]) -> Iterator[None]:
+        """Enter the modes on this thread, and note them for what it submits."""
+        me = threading.get_ident()
+        before = self._modes.get(me)
+        self._modes[me] = modes
+        try:
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                yield
+        finally:
+            if before is None:
+                del self._modes[me]
+            else:
+                self._modes[me] = before
+
+    def remove(self) -> None:
+        """Give the class back what it had, unless somebody else has changed it since."""
+        if ThreadPoolExecutor.submit is self._submit:
+            ThreadPoolExecutor.submit = self._original  # type: ignore[method-assign]
+
+
 _lock: Final = threading.Lock()
-#: Who watches, by thread.
-_watchers: Final[dict[int, CopyMode | CoverageMode]] = {}
-
-
-def _submit_watched(pool: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    mode = _watchers.get(threading.get_ident())
-    if mode is None:
-        return _submit(pool, task, *args, **kwargs)
-
-    def under_mode(*args: Any, **kwargs: Any) -> Any:
-        with mode.twin():
-            return task(*args, **kwargs)
-
-    return _submit(pool, under_mode, *args, **kwargs)
+_pools: _Pools | None = None
 
 
 @contextmanager
-def watching(mode: CopyMode | CoverageMode) -> Iterator[None]:
+def watching(*modes: Mode) -> Iterator[None]:
     """Watch this thread, and what it gives to thread pools, where SGLang's DeepSeek loaders copy tensors of a CPU.
 
-    torch's modes hold for one thread, so a task takes its own along. The pool's class is changed while anybody watches;
-    what other threads submit is left alone.
+    torch's modes hold for one thread, so a task takes its own along, and the tasks that it submits in turn. The pool's
+    class is changed while anybody watches; what other threads submit is left alone.
     """
-    me = threading.get_ident()
+    global _pools
     with _lock:
-        _watchers[me] = mode
-        ThreadPoolExecutor.submit = _submit_watched  # type: ignore[method-assign, assignment]
+        pools = _pools = _pools or _Pools()
+        pools.users += 1
     try:
-        with mode:
+        with pools.watch(modes):
             yield
     finally:
         with _lock:
-            del _watchers[me]
-            if not _watchers:
-                ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
+            pools.users -= 1
+            if not pools.users:
+                pools.remove()
+                _pools = None
 
 
 def warm_up() -> None:

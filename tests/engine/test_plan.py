@@ -24,7 +24,6 @@ CASES = [
     for kind in ("qwen3", "moe", "tied")
     for tp in (1, 2)
 ]
-PLANS = ("--weight-receiver-plan", "auto")
 
 
 def states(report: UpdateReport) -> set[str]:
@@ -54,7 +53,7 @@ def five_updates(
 def test_five_updates_are_bit_equal_to_a_fresh_load(
     engines: EnginePool, checkpoints: Path, version: str, kind: str, tp: int
 ) -> None:
-    server = engines(version, kind, tp=tp, receiver="vmm", args=PLANS)
+    server = engines(version, kind, tp=tp, receiver="vmm")
     folders = [models.checkpoint(kind, seed, checkpoints) for seed in (0, 1)]
     sent, held, said = {}, {}, {}
     for seed in (1, 0):  # SGLang's own reload is the oracle
@@ -74,7 +73,7 @@ def test_five_updates_are_bit_equal_to_a_fresh_load(
 
 def test_an_abandoned_proof_poisons_and_the_next_update_repairs(engines: EnginePool, checkpoints: Path) -> None:
     """The proof leaves random bytes: until all of the real ones are there nothing may serve."""
-    server = engines("0.5.23", receiver="vmm", env={"SGLANG_RECV_WEIGHT_RECEIVER_PLAN": "auto"})
+    server = engines("0.5.23", receiver="vmm")
     own = models.tensors(models.checkpoint("qwen3", 0, checkpoints))
     held = weights.digests(server)
     with weights.client(server, slot_bytes=50_000) as client:
@@ -113,7 +112,7 @@ def test_a_loader_that_does_more_than_copy_keeps_what_it_must(
     with EngineServer(version, folders[1], receiver="vmm", env=env) as fresh:
         held = {1: weights.digests(fresh)}
     assert "derived" in held[1][0]
-    with EngineServer(version, folders[0], receiver="vmm", env=env, args=PLANS) as server:
+    with EngineServer(version, folders[0], receiver="vmm", env=env) as server:
         held[0] = weights.digests(server)
         sent = {seed: models.tensors(folder) for seed, folder in enumerate(folders)}
         reports = five_updates(server, sent, held)

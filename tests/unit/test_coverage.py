@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from sglang_recv.manifest import Views
 from sglang_recv.receiver import apply as apply_module
 from sglang_recv.receiver.apply import ModelApplier, Observations
 from sglang_recv.receiver.bucket import StagedBucket
-from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Ranges, Staged, runs
+from sglang_recv.receiver.coverage import CopyMode, CoverageMode, Mode, Ranges, Staged, runs, watching
 from sglang_recv.receiver.recording import Recorder
 from support.staged import staged
 
@@ -222,6 +225,9 @@ READING: dict[str, Callable[[torch.Tensor], object]] = {
     "keyword": lambda s: torch.add(torch.zeros(4, 6), other=s),
     "_foreach": lambda s: torch._foreach_copy_([torch.empty(4, 6)], [s]),
     "reshape that copies": lambda s: s.t().reshape(-1),
+    "deepcopy": copy.deepcopy,
+    "index of a list": lambda s: s[[0, 2]],
+    "index of a mask": lambda s: s[torch.tensor([True, False, False, True])],
 }
 VIEWING: dict[str, Callable[[torch.Tensor], object]] = {
     "slice": lambda s: s[1:3],
@@ -480,6 +486,261 @@ def test_a_loader_that_computes_is_run_twice_once() -> None:
         assert model.loads == loads
     assert torch.equal(model.p.data, torch.full((4, 6), 4.0))
     assert applier.missing() == ("other: 12 of 12 bytes were not written",)
+
+
+# --- what a plan could not repeat -----------------------------------------------------------------------------------
+
+
+def recorded(
+    how: str, step: Callable[[torch.Tensor, torch.Tensor], object], parameter: torch.Tensor, source: torch.Tensor
+) -> tuple[Recorder, set[str]]:
+    """What one way to watch notes of ``step``, and which tensors it saw read. ``source`` lies in staging."""
+    staged, recorder = Staged([("w", source)]), Recorder()
+    modes: list[Mode] = [CopyMode(Ranges(), staged, recorder)]
+    if how == "all":
+        everything = CoverageMode(Ranges(), staged, recorder)
+        modes = [everything, everything.values()]
+    with watching(*modes):
+        step(parameter, source)
+    return recorder, modes[0].read
+
+
+def touches(recorder: Recorder, tensor: torch.Tensor) -> set[str]:
+    """What else happened to the bytes of ``tensor``."""
+    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return {why for low, high, why in recorder.touched if low < stop and start < high}
+
+
+SLICES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a number": lambda s: s[1],
+    "a slice": lambda s: s[1:3],
+    "a column": lambda s: s[..., 2],
+    "a new dimension": lambda s: s[None, ::2],
+}
+ADVANCED: dict[str, Callable[[torch.Tensor], object]] = {
+    "a list": lambda s: s[[0, 1, 2]],
+    "a mask": lambda s: s[torch.tensor([True, False, True, True])],
+    "a tensor": lambda s: s[:, torch.tensor([1, 2])],
+}
+
+
+@pytest.mark.parametrize("how", sorted(SLICES))
+def test_a_slice_keeps_the_plan(how: str) -> None:
+    recorder, _ = recorded("copies", lambda p, s: (p.copy_(s), SLICES[how](s), SLICES[how](p)), *pair())
+    assert recorder.reasons == {}
+    assert recorder.touched == []
+
+
+@pytest.mark.parametrize("how", sorted(ADVANCED))
+def test_an_index_that_makes_a_copy_ends_the_plan_of_its_tensor(how: str) -> None:
+    recorder, _ = recorded("copies", lambda p, s: (p.copy_(s), ADVANCED[how](s)), *pair())
+    assert recorder.reasons == {"w": "copied by __getitem__()"}
+
+
+@pytest.mark.parametrize("how", sorted(ADVANCED))
+def test_an_index_that_copies_out_of_a_parameter_is_noted(how: str) -> None:
+    parameter, source = pair()
+    recorder, _ = recorded("copies", lambda p, s: (p.copy_(s), ADVANCED[how](p)), parameter, source)
+    assert touches(recorder, parameter) == {"copied by __getitem__()"}
+
+
+def test_a_tensor_of_the_bucket_that_is_an_index_ends_its_plan() -> None:
+    keep = torch.tensor([True, False, True, False])
+    recorder, _ = recorded("copies", lambda p, s: p[s], torch.zeros(4, 6), keep)
+    assert recorder.reasons == {"w": "copied by __getitem__()"}
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    """A parameter and a tensor for it."""
+    return torch.zeros(4, 6), torch.arange(24.0).view(4, 6)
+
+
+LEAVING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "numpy": (lambda t: t.numpy(), "read by numpy()"),
+    "numpy of a view": (lambda t: t[1:].numpy(), "read by numpy()"),
+    "numpy by force": (lambda t: t.numpy(force=True), "read by numpy()"),
+    "asarray": (np.asarray, "read by __array__()"),
+    "tolist": (lambda t: t.tolist(), "read as a number"),
+    "dlpack": (lambda t: np.from_dlpack(t), "read by __dlpack__()"),
+    "storage": (lambda t: bytes(t.untyped_storage()), "read by untyped_storage()"),
+    "text": (repr, "read by __repr__()"),
+}
+
+
+@pytest.mark.parametrize("way", ["copies", "all"])
+@pytest.mark.parametrize("how", sorted(LEAVING))
+def test_values_that_leave_torch_end_the_plan_of_their_tensor(how: str, way: str) -> None:
+    take, reason = LEAVING[how]
+    recorder, read = recorded(way, lambda p, s: take(s), *pair())
+    assert recorder.reasons == {"w": reason}
+    assert read == {"w"}
+
+
+@pytest.mark.parametrize("way", ["copies", "all"])
+@pytest.mark.parametrize("how", sorted(LEAVING))
+def test_values_of_a_parameter_that_leave_torch_are_noted(how: str, way: str) -> None:
+    parameter, source = pair()
+    take, reason = LEAVING[how]
+    recorder, _ = recorded(way, lambda p, s: (p.copy_(s), take(p)), parameter, source)
+    assert reason in touches(recorder, parameter)
+    assert recorder.reasons == {}
+
+
+def test_an_argument_that_gets_the_result_is_no_source_of_it() -> None:
+    parameter, source = pair()
+    recorder, _ = recorded("copies", lambda p, s: (copy.deepcopy(p), copy.deepcopy(s)), parameter, source)
+    assert recorder.reasons == {"w": "read by __deepcopy__()"}
+    assert touches(recorder, parameter) == {"read by __deepcopy__()"}
+
+
+STAYING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "slice assignment": lambda p, s: p.__setitem__(slice(None), s),
+    "views by functions": lambda p, s: [a.copy_(b) for a, b in zip(torch.split(p, 2), torch.split(s, 2), strict=True)],
+    "facts": lambda p, s: (p.copy_(s), torch.is_floating_point(s), s.is_sparse, torch.numel(s), s.dim_order()),
+}
+
+
+@pytest.mark.parametrize("way", ["copies", "all"])
+@pytest.mark.parametrize("how", sorted(STAYING))
+def test_calls_that_only_hand_on_views_and_facts_keep_the_plan(how: str, way: str) -> None:
+    recorder, _ = recorded(way, STAYING[how], *pair())
+    assert recorder.reasons == {}
+    assert recorder.touched == []
+
+
+def test_facts_are_not_reads() -> None:
+    _, read = recorded("all", lambda p, s: (torch.is_floating_point(s), s.is_sparse, s.dim_order()), *pair())
+    assert read == set()
+
+
+def test_both_modes_together_note_each_copy_once() -> None:
+    recorder, read = recorded("all", lambda p, s: p.copy_(s), *pair())
+    assert [(copied.name, copied.shape) for copied in recorder.copies] == [("w", (4, 6))]
+    assert read == {"w"}
+
+
+def test_the_reason_of_an_operation_goes_before_that_of_the_call() -> None:
+    recorder, _ = recorded("all", lambda p, s: torch.cat([s, s]), *pair())
+    assert recorder.reasons == {"w": "read by aten.cat.default"}
+
+
+@pytest.mark.parametrize("way", ["copies", "all"])
+def test_a_write_by_python_is_noted(way: str) -> None:
+    parameter, source = pair()
+    recorder, _ = recorded(way, lambda p, s: p.copy_(s).map_(s, lambda a, b: a + b), parameter, source)
+    assert touches(recorder, parameter) == {"read by map_()"}
+    assert recorder.reasons == {"w": "read by map_()"}
+
+
+@pytest.mark.parametrize("way", ["copies", "all"])
+def test_a_write_by_python_to_the_input_is_refused(way: str) -> None:
+    parameter, source = pair()
+    with pytest.raises(ApplyError, match=r"changes its input 'w' in place"):
+        recorded(way, lambda p, s: s.apply_(lambda item: item + 1), parameter, source)
+    assert torch.equal(source, torch.arange(24.0).view(4, 6))
+
+
+# --- thread pools ---------------------------------------------------------------------------------------------------
+
+
+def halves(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies by two tasks."""
+    with ThreadPoolExecutor(2) as pool:
+        for task in [pool.submit(parameter[i : i + 2].copy_, source[i : i + 2]) for i in (0, 2)]:
+            task.result()
+
+
+def nested(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    """A task that gives its work to another pool, and then does some itself."""
+
+    def outer() -> None:
+        halves(parameter[:, :3], source[:, :3])
+        parameter[:, 3:].copy_(source[:, 3:])
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(outer).result()
+
+
+@pytest.mark.parametrize("way", ["copies", "all"])
+@pytest.mark.parametrize("step", [halves, nested])
+def test_tasks_of_pools_are_watched_and_of_pools_in_pools(
+    step: Callable[[torch.Tensor, torch.Tensor], None], way: str
+) -> None:
+    parameter, source = pair()
+    recorder, read = recorded(way, step, parameter, source)
+    written = np.zeros((4, 6), bool)
+    for copied in recorder.copies:
+        row, column = divmod((copied.target - parameter.data_ptr()) // 4, 6)
+        place = written[row : row + copied.shape[0], column : column + copied.shape[1]]
+        assert not place.any(), "noted twice"
+        place[...] = True
+    assert written.all()
+    assert read == {"w"}
+    assert torch.equal(parameter, source)
+
+
+def test_a_pools_thread_is_left_alone_after_its_task() -> None:
+    parameter, source = pair()
+    with ThreadPoolExecutor(1) as pool:
+        recorder, _ = recorded("copies", lambda p, s: pool.submit(p[:2].copy_, s[:2]).result(), parameter, source)
+        pool.submit(halves, parameter, source).result()
+    assert [copied.shape for copied in recorder.copies] == [(2, 6)]
+
+
+def wrapped(submit: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
+    """``submit`` as a library that traces tasks patches it."""
+
+    def traced(pool: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        seen.append("task")
+        return submit(pool, task, *args, **kwargs)
+
+    return traced
+
+
+def test_a_patch_of_another_library_is_used_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    theirs = wrapped(ThreadPoolExecutor.submit, seen)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", theirs)
+    recorder, _ = recorded("copies", halves, *pair())
+    assert len(recorder.copies) == 2
+    assert seen == ["task", "task"]
+    assert ThreadPoolExecutor.submit is theirs
+
+
+def test_a_patch_that_comes_while_somebody_watches_stays_and_tasks_are_watched_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", ThreadPoolExecutor.submit)  # given back after the test
+
+    def patching(parameter: torch.Tensor, source: torch.Tensor) -> None:
+        ThreadPoolExecutor.submit = wrapped(ThreadPoolExecutor.submit, seen)  # type: ignore[method-assign]
+        halves(parameter, source)
+
+    recorder, _ = recorded("copies", patching, *pair())
+    theirs = ThreadPoolExecutor.submit
+    assert len(recorder.copies) == 2
+    assert seen == ["task"] * 2
+    recorder, _ = recorded("copies", halves, *pair())
+    assert len(recorder.copies) == 2
+    assert seen == ["task"] * 4
+    assert ThreadPoolExecutor.submit is theirs
+    halves(*pair())
+    assert len(recorder.copies) == 2
+
+
+def test_watching_within_watching_gives_back_the_outer_one() -> None:
+    stock = ThreadPoolExecutor.submit
+    inner: list[Recorder] = []
+
+    def step(parameter: torch.Tensor, source: torch.Tensor) -> None:
+        inner.append(recorded("copies", halves, *pair())[0])
+        halves(parameter, source)
+
+    recorder, _ = recorded("copies", step, *pair())
+    assert [copied.name for copied in recorder.copies] == ["w", "w"]
+    assert len(inner[0].copies) == 2
+    assert ThreadPoolExecutor.submit is stock
 
 
 # --- what earlier sessions saw --------------------------------------------------------------------------------------

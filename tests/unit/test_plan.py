@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import itertools
 import queue
 import threading
@@ -129,6 +130,11 @@ def _hidden(model: Model, tensor: torch.Tensor) -> None:
     np.add(model.table.numpy(), 1, out=model.table.numpy())  # type: ignore[operator]
 
 
+def _out_of_sight(model: Model, tensor: torch.Tensor) -> None:
+    model.norm.data.copy_(tensor)
+    ctypes.memmove(model.table.data_ptr(), model.norm.data_ptr(), 24)  # type: ignore[operator, arg-type]
+
+
 def _number(model: Model, tensor: torch.Tensor) -> None:
     model.norm.data.fill_(tensor[3].item())
 
@@ -162,6 +168,7 @@ LOADERS: dict[str, Callable[[Model, torch.Tensor], object]] = {
     "kept copy": _kept_copy,
     "elsewhere": _elsewhere,
     "hidden": _hidden,
+    "out of sight": _out_of_sight,
     "number": _number,
     "indexed": _indexed,
     "assigned": _assigned,
@@ -177,7 +184,8 @@ EXPECTED: dict[str, str | None] = {
     "derived attribute": "read by aten.clone.default",
     "kept copy": "read by a copy",
     "elsewhere": "copied by to()",
-    "hidden": None,
+    "hidden": "read by numpy()",
+    "out of sight": None,
     "number": "read as a number",
     "indexed": "read by aten.index_put_.default",
     "assigned": "",

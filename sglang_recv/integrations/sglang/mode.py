@@ -8,18 +8,20 @@ process.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 from sglang_recv.errors import UnsupportedError
 
 ENV: Final = "SGLANG_RECV_WEIGHT_RECEIVER"
+#: The first is the default.
 MODES: Final = ("off", "auto", "vmm", "nccl")
 ENV_PLAN: Final = "SGLANG_RECV_WEIGHT_RECEIVER_PLAN"
-#: The first is the default: load plans have not run on a GPU yet.
-PLANS: Final = ("off", "auto")
+#: The first is the default.
+PLANS: Final = ("auto", "off")
 
 #: What the user had set before any flag or keyword of this process.
-_inherited = os.environ.get(ENV)
+_inherited: Final = {name: os.environ.get(name) for name in (ENV, ENV_PLAN)}
 
 
 def configured() -> str:
@@ -30,7 +32,18 @@ def configured() -> str:
     UnsupportedError
         When the environment variable holds something else.
     """
-    return _checked(os.environ.get(ENV) or "off", ENV)
+    return _checked(os.environ.get(ENV) or MODES[0], MODES, ENV)
+
+
+def configured_plan() -> str:
+    """Whether load plans are used, as this process was started.
+
+    Raises
+    ------
+    UnsupportedError
+        When the environment variable holds something else.
+    """
+    return _checked(os.environ.get(ENV_PLAN) or PLANS[0], PLANS, ENV_PLAN)
 
 
 def choose(explicit: str | None) -> str:
@@ -38,22 +51,22 @@ def choose(explicit: str | None) -> str:
 
     ``explicit`` (a flag or keyword) goes before what the user's environment says; without both it is ``off``.
     """
-    mode = _checked(explicit or _inherited or "off", "--weight-receiver" if explicit else ENV)
-    os.environ[ENV] = mode
-    return mode
+    return _choose(explicit, MODES, ENV, "--weight-receiver")
 
 
 def choose_plan(explicit: str | None) -> str:
     """Set whether load plans are used, for this process and its children.
 
-    ``explicit`` (a flag or keyword) goes before the environment; without both it is the default.
+    ``explicit`` (a flag or keyword) goes before what the user's environment says; without both it is the default.
     """
-    plan = explicit or os.environ.get(ENV_PLAN) or PLANS[0]
-    if plan not in PLANS:
-        source = "--weight-receiver-plan" if explicit else ENV_PLAN
-        raise UnsupportedError(f"{source} is {plan!r}", fix=f"use one of {', '.join(PLANS)}")
-    os.environ[ENV_PLAN] = plan
-    return plan
+    return _choose(explicit, PLANS, ENV_PLAN, "--weight-receiver-plan")
+
+
+def _choose(explicit: str | None, words: Sequence[str], variable: str, flag: str) -> str:
+    # Not from the variable itself: an earlier engine of this process may have set it.
+    word = _checked(explicit or _inherited[variable] or words[0], words, flag if explicit else variable)
+    os.environ[variable] = word
+    return word
 
 
 def resolve(mode: str) -> str:
@@ -73,10 +86,10 @@ def resolve(mode: str) -> str:
     return "vmm" if mode == "auto" else mode
 
 
-def _checked(mode: str, source: str) -> str:
-    if mode not in MODES:
-        raise UnsupportedError(f"{source} is {mode!r}", fix=f"use one of {', '.join(MODES)}")
-    return mode
+def _checked(word: str, words: Sequence[str], source: str) -> str:
+    if word not in words:
+        raise UnsupportedError(f"{source} is {word!r}", fix=f"use one of {', '.join(words)}")
+    return word
 
 
 def check(mode: str, args: Any) -> None:

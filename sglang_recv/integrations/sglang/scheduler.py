@@ -66,7 +66,7 @@ def _attach(_result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         return
     mode.check(asked, scheduler.server_args)
     host = SGLangHost(scheduler)
-    plans = mode.choose_plan(None) != "off"
+    plans = mode.configured_plan() != "off"
     _receiver = Receiver(host, mode.resolve(asked), host.share, plans=plans)
     _host = host
 

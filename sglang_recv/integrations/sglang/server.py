@@ -59,7 +59,7 @@ def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
         default=None,
         dest="weight_receiver_plan",
         help="Repeat the copies that the model's loader was seen to make, once a proof on random bytes has shown that "
-        "they are all it does (auto), or call the loader in every update (off, the default). "
+        "they are all it does (auto, the default), or call the loader in every update (off). "
         f"Environment: {mode.ENV_PLAN}.",
     )
     return result
