@@ -55,7 +55,7 @@ class Follower:
             place += len(numbers)
             part = [tensors[number] for number in numbers]
             prepared = self._rounds.prepare(sent.tables, 0, part)
-            if behind is not None and (sent.large or not sent.specs or not self._rounds.slot_is_free):
+            if behind is not None and (sent.large or not sent.specs or not self._rounds.slot_is_free(behind[1])):
                 self._sent(*behind)
                 behind = None
             if not sent.specs:

@@ -95,13 +95,12 @@ class Rounds:
         self._wait_acked(buffer.free_at)
         return buffer
 
-    @property
-    def slot_is_free(self) -> bool:
-        """True when :meth:`next_slot` need not wait."""
+    def slot_is_free(self, unsent: Buffer) -> bool:
+        """True when :meth:`next_slot` need not wait, and is not ``unsent``: there may be a single slot."""
         for link in self._links:
             link.pump()
-        free_at = self.staging.slots[self._slot].free_at
-        return all(link.acked >= free_at for link in self._links)
+        slot = self.staging.slots[self._slot]
+        return slot is not unsent and all(link.acked >= slot.free_at for link in self._links)
 
     def large(self, needed: int) -> Buffer:
         """A buffer of ``needed`` bytes or more beside the slots, which is kept for the next one."""

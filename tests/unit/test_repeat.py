@@ -49,15 +49,16 @@ def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots smaller than a page, so that a tiny model has several rounds."""
 
     def sizes(sender: WeightClient, *_: object) -> Sizes:
+        assert sender._slots is not None
         assert sender._slot_bytes is not None
-        return Sizes(2, sender._slot_bytes, 1 << 20)
+        return Sizes(sender._slots, sender._slot_bytes, 1 << 20)
 
     monkeypatch.setattr(WeightClient, "_sizes", sizes)
 
 
-def client(engine: Engine, slot_bytes: int = 256) -> WeightClient:
+def client(engine: Engine, slot_bytes: int = 256, slots: int = 2) -> WeightClient:
     """Slots of 256 bytes hold one tensor of the test model each; a group of two needs a buffer of its own."""
-    return WeightClient([engine], slot_bytes=slot_bytes, deadline=PATIENCE)
+    return WeightClient([engine], slots=slots, slot_bytes=slot_bytes, deadline=PATIENCE)
 
 
 def rounds_of(sent: list[Any]) -> list[type]:
@@ -94,10 +95,13 @@ WAYS: dict[str, Callable[[WeightClient, dict[str, torch.Tensor], str], object]] 
 }
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("slot_bytes", [256, 4096])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_update_like_the_last_one_is_repeated(engine: Engine, sent: list[Any], way: str, slot_bytes: int) -> None:
-    with client(engine, slot_bytes) as sender:
+def test_an_update_like_the_last_one_is_repeated(
+    engine: Engine, sent: list[Any], way: str, slot_bytes: int, slots: int
+) -> None:
+    with client(engine, slot_bytes, slots) as sender:
         for number in range(1, 4):
             WAYS[way](sender, weights(float(number)), f"v{number}")
             check(engine, float(number), f"v{number}")
