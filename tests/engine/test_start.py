@@ -133,7 +133,8 @@ def test_another_major_version_is_refused_with_both_versions(engines: EnginePool
 
     assert isinstance(answer, wire.Error)
     assert answer.error_code == "PROTOCOL_VERSION"
-    assert "speaks protocol 2.0, this side speaks 1.0" in answer.message
+    ours = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
+    assert f"speaks protocol {wire.PROTOCOL_MAJOR + 1}.0, this side speaks {ours}" in answer.message
 
 
 def _start_fails(server: EngineServer) -> str:

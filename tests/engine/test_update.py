@@ -42,7 +42,8 @@ CASES = [
 def test_three_updates_are_bit_equal_to_a_fresh_load(
     engines: EnginePool, checkpoints: Path, version: str, kind: str, tp: int
 ) -> None:
-    server = engines(version, kind, tp=tp, seed=0, receiver="vmm")
+    # By the loader alone; tests/engine/test_plan.py does the same with plans.
+    server = engines(version, kind, tp=tp, seed=0, receiver="vmm", args=("--weight-receiver-plan", "off"))
     fresh = engines(version, kind, tp=tp, seed=1, receiver="vmm")
     sent = {seed: models.tensors(models.checkpoint(kind, seed, checkpoints)) for seed in (0, 1)}
     held = {0: weights.digests(server), 1: weights.digests(fresh)}
