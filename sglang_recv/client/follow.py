@@ -75,12 +75,7 @@ class Follower:
             return 0
         taken = 0
         while taken < len(pairs):
-            wanted = self._wanted()
-            tensors = []
-            for (name, tensor), expected in zip(pairs[taken:], wanted, strict=False):
-                if not _is(name, tensor, expected):
-                    break
-                tensors.append(tensor)
+            tensors = self._fitting(pairs[taken:])
             if not tensors:
                 break
             self._pack(tensors)
@@ -108,6 +103,23 @@ class Follower:
         rounds = self.layout.rounds[: self._number]
         count = sum(len(sent.specs) for sent in rounds) + self._filled
         return Left(rounds, part, self._buffer, self.layout.order[:count])
+
+    def _fitting(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Those of ``pairs``, from the first on, that are the next ones of the round.
+
+        A group counts as a whole: once half of it is in the bucket, nobody could hold it back for the other half.
+        """
+        wanted, mates = self._wanted(), self.layout.mates
+        found: list[torch.Tensor] = []
+        while len(found) < min(len(wanted), len(pairs)):
+            names = mates.get(wanted[len(found)][0], wanted[len(found)][:1])
+            stop = len(found) + len(names)
+            part, expected = pairs[len(found) : stop], wanted[len(found) : stop]
+            complete = len(part) == len(expected) == len(names) and {name for name, *_ in expected} == set(names)
+            if not complete or not all(_is(*pair, one) for pair, one in zip(part, expected, strict=True)):
+                break
+            found += [tensor for _, tensor in part]
+        return found
 
     def _wanted(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
         """The rest of the round that is being filled."""

@@ -137,6 +137,8 @@ class Layout:
         In order.
     order
         For each sent tensor its number among those that were given.
+    groups
+        Parts of names whose tensors had to be in one bucket.
     """
 
     token: str
@@ -144,6 +146,17 @@ class Layout:
     sizes: Sizes
     rounds: tuple[SentRound, ...]
     order: tuple[int, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def mates(self) -> dict[str, tuple[str, ...]]:
+        """Names of tensors that need others in their bucket, with all of them."""
+        found = {}
+        for name in self.given[0] if self.groups else ():
+            names = manifest.group_of(name, self.groups)
+            if names is not None:
+                found[name] = names
+        return found
 
     @cached_property
     def in_order(self) -> bool:

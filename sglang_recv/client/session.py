@@ -23,7 +23,14 @@ from sglang_recv.client.rounds import Clock, Progress, Rounds
 from sglang_recv.client.source import AtHand, Source
 from sglang_recv.client.staging import Staging
 from sglang_recv.client.target import Target
-from sglang_recv.errors import CommitError, RecvError, SessionAbortedError, SessionStateError, UnsupportedError
+from sglang_recv.errors import (
+    CommitError,
+    RecvError,
+    SessionAbortedError,
+    SessionStateError,
+    StagingMemoryError,
+    UnsupportedError,
+)
 from sglang_recv.wire import Abort, Announce, CommitCarrier, Finish, Open, PlanReport, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -93,6 +100,7 @@ class Session:
         self._flush = flush_cache
         self._coordinator = coordinator
         self._layouts = layouts
+        self._groups = groups
         self._clock = clock
         staging = Staging(links, self.id, deadline)
         self._rounds = Rounds(links, staging, self.id, deadline, lease, self._clock, on_progress)
@@ -115,6 +123,9 @@ class Session:
         guess = self._guess(source)
         specs = source.specs() if guess is None else None
         chosen = sizes(specs) if guess is None else guess.sizes
+        if guess is not None and source.count is None:
+            # What comes may be far more than what came then: slots must not be smaller than they would be without it.
+            chosen = max(chosen, sizes(None), key=lambda size: size.slot_bytes)
         request = msgspec.structs.replace(
             request,
             staging_bytes=chosen.peak,
@@ -126,7 +137,15 @@ class Session:
                 link.attach(request.session, request.sender, self._deadline)
                 link.send(request)
         if not request.takeover:  # else the sender before this one still has its own
-            self._allocate(chosen)
+            try:
+                self._allocate(chosen)
+            except StagingMemoryError:
+                if guess is None:
+                    raise
+                # There was more memory then.
+                specs, guess = source.specs(), None
+                chosen = sizes(specs)
+                self._allocate(chosen)
         with self._clock.phase("open"):
             self._rounds.wait(lambda link: link.opened, "open")
         if request.takeover:
@@ -138,9 +157,9 @@ class Session:
             with self._clock.phase("compare"):
                 if not source.fits(guess) or not all(link.recalled for link in self._links):
                     specs, guess = source.specs(), None
-            if specs is not None:
-                peak = sizes(specs).peak + chosen.peak  # the slots are what they are
-                self._announce(specs, peak)
+        if specs is not None and request.manifest is None:
+            peak = sizes(specs).peak + chosen.peak  # the slots are what they are
+            self._announce(specs, peak)
         if guess is not None:
             self._follower = Follower(self._rounds, self.id, guess)
         self._sizes = chosen
@@ -359,7 +378,8 @@ class Session:
         if self._follower is not None:
             return self._follower.layout
         order = tuple(self._filler.order)
-        return Layout(new_token(), self._kind, self._sizes, tuple(self._filler.history), order)
+        groups = tuple(map(tuple, self._groups))
+        return Layout(new_token(), self._kind, self._sizes, tuple(self._filler.history), order, groups)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -54,7 +55,10 @@ class Buffer:
         self.pending.clear()
 
     def close(self) -> None:
-        """Free the memory on this side."""
+        """Free the memory on this side, once no copy writes it."""
+        with contextlib.suppress(RuntimeError):  # of a device in trouble: the memory is given back all the same
+            self.wait_packed()
+        self.pending.clear()
         self.views.clear()
         for part in self.parts.values():
             part.close()
@@ -172,3 +176,4 @@ class Staging:
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()
+        self.slots.clear()

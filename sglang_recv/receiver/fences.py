@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+
 from sglang_recv.channel import Wakeup
 from sglang_recv.receiver.mailbox import RoundDone, SessionEnded
 
@@ -26,16 +28,17 @@ class Fences:
 
     Parameters
     ----------
-    waits
-        False where fences are reached when they are made, as on a CPU: then no thread is needed.
+    device
+        What the fences are of. On a CPU they are reached when they are made, and no thread is needed.
     """
 
-    def __init__(self, *, waits: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.wakeup = Wakeup()
         self._asked: queue.SimpleQueue[Fenced | None] = queue.SimpleQueue()
         self._reached: deque[Reached] = deque()
         self._thread: threading.Thread | None = None
-        if waits:
+        if device.type != "cpu":
             self._thread = threading.Thread(target=self._run, name="sglang-recv-fences", daemon=True)
             self._thread.start()
 
@@ -62,6 +65,8 @@ class Fences:
         self.wakeup.close()
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # else waiting would make a context on the first GPU
         while (event := self._asked.get()) is not None:
             self._reached.append(_reached(event))
             self.wakeup.set()

@@ -150,7 +150,7 @@ class Service:
         self._connections: dict[int, tuple[FdConnection, str, str]] = {}
         self._accept_again = 0.0
         self._checksums: dict[str, bytes] = {}
-        self._fences = Fences(waits=facts.device.type == "cuda")
+        self._fences = Fences(facts.device)
         self._stop = Wakeup()
         self._stopping = False
         self._session = RankSession(

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from sglang_recv import WeightClient, wire
+from sglang_recv.client import staging as staging_module
 from sglang_recv.client.layout import Sizes
 from sglang_recv.client.link import RankLink
-from sglang_recv.errors import BadBufferError, ManifestError
+from sglang_recv.errors import BadBufferError, ManifestError, StagingMemoryError
 from sglang_recv.receiver.fences import Fences
 from sglang_recv.receiver.mailbox import RoundDone
 from sglang_recv.receiver.remembered import MAX_REMEMBERED, Memory, round_of
@@ -105,7 +106,10 @@ def test_an_update_like_the_last_one_is_repeated(
         for number in range(1, 4):
             WAYS[way](sender, weights(float(number)), f"v{number}")
             check(engine, float(number), f"v{number}")
-            assert rounds_of(sent) == [Load if number == 1 else Repeat] * (3 if slot_bytes == 256 else 1)
+            kinds = [Load if number == 1 else Repeat] * (3 if slot_bytes == 256 else 1)
+            if way == "lazy":
+                kinds[-1] = Load  # a group that comes bit by bit is held back until it is complete
+            assert rounds_of(sent) == kinds
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -148,6 +152,64 @@ def _ungrouped(model: Any) -> Callable[[Any], None]:
                 model.fused.data.copy_(tensor)
 
     return loads
+
+
+@pytest.mark.parametrize("slot_bytes", [256, 4096])
+@pytest.mark.parametrize("between", ["flush", "pad", "another tensor"])
+def test_a_group_whose_halves_come_apart_only_now(engine: Engine, slot_bytes: int, between: str) -> None:
+    """Half of a group that was packed where it was then could not wait for its other half."""
+    with client(engine, slot_bytes) as sender:
+        for number in range(1, 4):
+            tensors = weights(float(number))
+            pairs = [(name, tensors[name]) for name in ("embed", Q_A, KV_A, "norm")]
+            with sender.open(f"v{number}") as session:
+                if number == 1:
+                    session.send(pairs)
+                elif between == "another tensor":
+                    session.send(pair for pair in (*pairs[:2], pairs[3], pairs[2]))
+                else:
+                    session.send(pairs[:2])
+                    session.flush() if between == "flush" else session.pad(session.flush() + 1)
+                    session.send(pairs[2:])
+                session.commit()
+            check(engine, float(number), f"v{number}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_less_memory_than_then_makes_other_slots(
+    engine: Engine, sent: list[Any], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    allocate = staging_module.allocate
+    asked: list[int] = []
+
+    def little(device: torch.device, nbytes: int) -> Any:
+        asked.append(nbytes)
+        if nbytes > 512:  # what the group needs
+            raise StagingMemoryError("no room", fix="free some")
+        return allocate(device, nbytes)
+
+    with client(engine, 4096) as sender:
+        WAYS[way](sender, weights(1.0), "v1")
+        sent.clear()
+        sender._slot_bytes = 256
+        with monkeypatch.context() as patch:
+            patch.setattr(staging_module, "allocate", little)
+            WAYS[way](sender, weights(2.0), "v2")
+        check(engine, 2.0, "v2")
+        assert asked[0] == 4096
+        assert set(asked[1:]) == {256, 512}
+        assert Repeat not in rounds_of(sent)
+        WAYS[way](sender, weights(3.0), "v3")
+        check(engine, 3.0, "v3")
+        assert Repeat in rounds_of(sent)
+
+
+def test_a_lazy_source_has_slots_for_more_than_came_then(engine: Engine) -> None:
+    with client(engine, 256) as sender:
+        sender.update({"norm": weights(1.0)["norm"]}, "v1", kind="partial")
+        sender._slot_bytes = 4096
+        pairs = [(name, tensor) for name, tensor in weights(2.0).items() if name in ("embed", "norm")]
+        assert sender.update(iter(pairs), "v2", kind="partial").rounds == 1
 
 
 def test_a_message_of_a_repeated_round_is_small(engine: Engine, sent: list[Any]) -> None:
@@ -314,7 +376,7 @@ class Fence:
 
 
 def test_a_thread_waits_for_fences_in_order() -> None:
-    fences = Fences(waits=True)
+    fences = Fences(torch.device("meta"))
     events = [RoundDone("s", number, Fence(), 0.0, None) for number in range(2)]
     try:
         for event in events:
