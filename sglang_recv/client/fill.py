@@ -4,32 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from sglang_recv import manifest
 from sglang_recv.client.layout import SentRound
+from sglang_recv.client.pool import Place
 from sglang_recv.client.rounds import Rounds
 from sglang_recv.client.staging import Buffer
 from sglang_recv.wire import Bucket, Entry, Load, TensorSpec
 
+#: Bytes of one round that lie in pools, where all tensors are there anyway: a round costs half a millisecond.
+_LENT_ROUND: Final = 4 << 30
+
 
 class _Given(NamedTuple):
-    """A tensor, and its number among those that were given."""
+    """A tensor, its number among those that were given, and where ranks can read it, if they can."""
 
     spec: TensorSpec
     tensor: torch.Tensor
     number: int
+    place: Place | None
 
 
 @dataclass
 class Fill:
-    """The bucket that is being filled."""
+    """The bucket that is being filled.
 
-    buffer: Buffer
+    Parameters
+    ----------
+    buffer
+        Where tensors are packed, once there is one that must be.
+    """
+
+    buffer: Buffer | None = None
     entries: list[Entry] = field(default_factory=list)
+    #: Bytes of the buffer that are taken.
     used: int = 0
+    #: What lies in pools, its bytes, and for each entry the number of its pool, or 0.
+    lent: list[torch.Tensor] = field(default_factory=list)
+    lent_bytes: int = 0
+    pools: list[int] = field(default_factory=list)
     #: What is placed but not copied yet; only from sources that keep all their tensors anyway.
     waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
@@ -41,6 +57,7 @@ class Left(NamedTuple):
     rounds: Sequence[SentRound]
     part: SentRound | None
     buffer: Buffer | None
+    lent: Sequence[torch.Tensor]
     order: Sequence[int]
 
 
@@ -71,8 +88,6 @@ class Filler:
         self._fill: Fill | None = None
         self._held: dict[tuple[str, ...], dict[str, _Given]] = {}
         self._names: set[str] = set()
-        #: True while the source keeps all its tensors until it has been sent.
-        self.kept = False
         #: What was sent, and the numbers of its tensors among those that were given.
         self.history: list[SentRound] = []
         self.order: list[int] = []
@@ -82,12 +97,12 @@ class Filler:
         self.history = list(left.rounds)
         self.order = list(left.order)
         self._names = {spec.name for sent in left.rounds for spec in sent.specs}
-        if left.part is not None and left.buffer is not None:
-            fill = Fill(left.buffer)
-            for spec, offset in zip(left.part.specs, left.part.offsets, strict=True):
-                fill.entries.append(Entry(spec, left.buffer.number, offset))
+        if left.part is not None:
+            fill = Fill(left.buffer, used=left.part.nbytes, lent=list(left.lent), pools=left.part.homes.tolist())
+            fill.lent_bytes = sum(tensor.nbytes for tensor in left.lent)
+            for spec, offset, pool in zip(left.part.specs, left.part.offsets, fill.pools, strict=True):
+                fill.entries.append(Entry(spec, self._number_of(left.buffer, pool), offset))
                 self._names.add(spec.name)
-            fill.used = left.part.nbytes
             if left.part.large:
                 self._send(fill, large=True)
             else:
@@ -118,21 +133,33 @@ class Filler:
             findings.append(f"{name}: layout {tensor.layout} on {tensor.device} has no bytes to send")
         if findings:
             raise manifest.manifest_error(findings, "a tensor cannot be sent")
-        given = _Given(spec, tensor, len(self._names))
+        given = _Given(spec, tensor, len(self._names), self._rounds.find(tensor))
         self._names.add(name)
         names = manifest.group_of(name, self._groups)
         if names is None:
             self._place([given])
             return
         group = self._held.setdefault(names, {})
-        group[name] = given._replace(tensor=tensor.detach().clone())
+        if not self._rounds.kept:
+            given = given._replace(tensor=tensor.detach().clone(), place=None)
+        group[name] = given
         if len(group) == len(names):
             self._place(list(self._held.pop(names).values()))
 
-    def pack_waiting(self) -> None:
+    def let_go(self) -> None:
         """Before a call returns, nothing of its tensors is needed any more."""
-        if self._fill is not None:
+        for group in self._held.values():
+            group.update(
+                {
+                    name: given._replace(tensor=given.tensor.detach().clone(), place=None)
+                    for name, given in group.items()
+                }
+            )
+        if self._fill is not None and self._fill.lent:
+            self.flush()
+        elif self._fill is not None:
             self._pack(self._fill)
+        self._rounds.wait_read()
 
     def flush(self) -> None:
         """Send the bucket that is being filled as it is."""
@@ -159,40 +186,65 @@ class Filler:
     def _place(self, tensors: Sequence[_Given]) -> None:
         """Put tensors that belong together into one bucket."""
         slot = self._rounds.staging.slot_bytes
-        needed = sum(manifest.align(manifest.nbytes(given.spec)) for given in tensors)
+        needed = sum(manifest.align(manifest.nbytes(given.spec)) for given in tensors if given.place is None)
+        lent = sum(manifest.nbytes(given.spec) for given in tensors if given.place is not None)
         if needed > slot:
             # No slot can hold them: they travel in a buffer of their own.
             self.flush()
-            fill = Fill(self._rounds.large(needed))
-            self._put(fill, tensors)
-            self._send(fill, large=True)
+            large = Fill(self._rounds.large(needed))
+            self._put(large, tensors)
+            self._send(large, large=True)
             return
-        if self._fill is not None and self._fill.used + needed > slot:
+        fill = self._fill
+        if fill is not None and (fill.used + needed > slot or (lent and fill.lent_bytes + lent > self._lent_round())):
             self.flush()
         if self._fill is None:
-            self._fill = Fill(self._rounds.next_slot())
+            self._fill = Fill()
+        if self._fill.buffer is None and any(given.place is None for given in tensors):
+            self._fill.buffer = self._rounds.next_slot()
         self._put(self._fill, tensors)
 
+    def _lent_round(self) -> int:
+        """How many bytes of pools a round may have. A lazy source needs its pool back while it goes on."""
+        staging = self._rounds.staging
+        return _LENT_ROUND if self._rounds.kept else min(staging.slot_bytes, staging.pools.smallest // 4)
+
     def _put(self, fill: Fill, tensors: Sequence[_Given]) -> None:
-        for spec, tensor, number in tensors:
-            fill.entries.append(Entry(spec, fill.buffer.number, fill.used))
-            fill.waiting.append((fill.used, tensor))
-            fill.used += manifest.align(manifest.nbytes(spec))
+        for spec, tensor, number, place in tensors:
+            if place is None:
+                fill.entries.append(Entry(spec, self._number_of(fill.buffer, 0), fill.used))
+                fill.waiting.append((fill.used, tensor))
+                fill.used += manifest.align(manifest.nbytes(spec))
+                fill.pools.append(0)
+            else:
+                fill.entries.append(Entry(spec, self._number_of(None, place.pool), place.offset))
+                fill.lent.append(tensor)
+                fill.lent_bytes += manifest.nbytes(spec)
+                fill.pools.append(place.pool)
             self.order.append(number)
-        if not self.kept:
+        if not self._rounds.kept:
             self._pack(fill)
 
+    def _number_of(self, buffer: Buffer | None, pool: int) -> int:
+        """The number of the buffer, or of a pool."""
+        if pool:
+            return self._rounds.staging.lend(pool)
+        assert buffer is not None
+        return buffer.number
+
     def _pack(self, fill: Fill) -> None:
-        self._rounds.pack(fill.buffer, fill.waiting)
-        fill.waiting.clear()
+        if fill.waiting and fill.buffer is not None:
+            self._rounds.pack(fill.buffer, fill.waiting)
+            fill.waiting.clear()
 
     def _send(self, fill: Fill, *, large: bool) -> None:
         self._pack(fill)
         entries = tuple(fill.entries)
         nbytes = sum(manifest.nbytes(entry.spec) for entry in entries)
         message = Load(self._session, self._rounds.sent, (Bucket(entries),))
-        self._rounds.send(message, fill.buffer, len(entries), nbytes)
-        self.history.append(SentRound(tuple(e.spec for e in entries), tuple(e.offset for e in entries), large))
+        self._rounds.send(message, fill.buffer, len(entries), nbytes, self._rounds.lend(fill.lent, fill.lent_bytes))
+        specs, offsets = tuple(entry.spec for entry in entries), tuple(entry.offset for entry in entries)
+        self.history.append(SentRound(specs, offsets, large, tuple(fill.pools) if fill.lent else ()))
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:

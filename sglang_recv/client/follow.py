@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from sglang_recv import manifest
 from sglang_recv.client.fill import Left, has_bytes
-from sglang_recv.client.layout import PLAIN, Layout, SentRound
+from sglang_recv.client.layout import Layout, SentRound, new_token
 from sglang_recv.client.pack import Prepared
-from sglang_recv.client.rounds import Rounds
+from sglang_recv.client.pool import PLAIN, Place
+from sglang_recv.client.rounds import Lent, Rounds
 from sglang_recv.client.staging import Buffer
 from sglang_recv.wire import Repeat
 
@@ -31,54 +34,80 @@ class Follower:
     def __init__(self, rounds: Rounds, session: str, layout: Layout) -> None:
         self._rounds = rounds
         self._session = session
-        self.layout = layout
-        #: How many rounds were sent, and how many tensors of the next one are in ``_buffer``.
+        self._layout = layout
+        #: How many rounds were sent, and how many tensors of the next one are in its bucket: packed, or in a pool.
         self._number = 0
         self._filled = 0
         self._buffer: Buffer | None = None
+        self._lent: list[torch.Tensor] = []
+        #: Where they lie in their buffers. Pools' tensors may have moved inside of their pools.
+        self._offsets: list[int] = []
+        self._moved: dict[int, SentRound] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """What was sent: what is repeated, or, where something has moved, another with a token of its own."""
+        if not self._moved:
+            return self._layout
+        return replace(self._layout, token=new_token(), rounds=tuple(map(self._round, range(len(self._layout.rounds)))))
+
+    @property
+    def moved(self) -> bool:
+        """True when something has moved."""
+        return bool(self._moved)
 
     @property
     def complete(self) -> bool:
         """True when everything was sent as it was."""
-        return self._number == len(self.layout.rounds)
+        return self._number == len(self._layout.rounds)
 
-    def take_all(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send everything. ``tensors`` fit the layout (:meth:`Layout.fits`).
+    def take_all(self, tensors: Sequence[torch.Tensor], offsets: np.ndarray) -> None:
+        """Send everything.
 
         The device packs one round while this side prepares the next, and where there is a free slot also packs that one
         before the first is sent: it should never wait for this side.
+
+        Parameters
+        ----------
+        tensors
+            They fit the layout (:meth:`Layout.fits`).
+        offsets
+            Where those in pools lie there, in bytes, int64.
         """
-        behind: tuple[SentRound, Buffer] | None = None
+        behind: tuple[SentRound, Buffer | None, Lent | None] | None = None
         place = 0
-        for sent in self.layout.rounds:
-            numbers = self.layout.order[place : place + len(sent.specs)]
+        order = np.array(self._layout.order, np.int64)
+        for number, sent in enumerate(self._layout.rounds):
+            numbers = order[place : place + len(sent.specs)]
             place += len(numbers)
-            part = [tensors[number] for number in numbers]
-            prepared = self._rounds.prepare(sent.tables, 0, part)
-            if behind is not None and (sent.large or not sent.specs or not self._rounds.slot_is_free(behind[1])):
+            if sent.pools:
+                sent = self._found_at(number, np.where(sent.homes > 0, offsets[numbers], sent.offsets))
+            packed = [tensors[index] for index in numbers[sent.packed].tolist()]
+            lent = self._rounds.lend([tensors[i] for i in numbers[sent.homes > 0].tolist()], sent.lent_bytes)
+            prepared = self._rounds.prepare(sent.tables, 0, packed)
+            if behind is not None and (sent.large or not packed or not self._rounds.slot_is_free(behind[1])):
                 self._sent(*behind)
                 behind = None
-            if not sent.specs:
-                self._sent(sent, None)
-                continue
-            buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
-            self._start(buffer, sent, 0, part, prepared)
+            buffer: Buffer | None = None
+            if packed:
+                buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
+                self._start(buffer, sent, 0, packed, prepared)
             if behind is not None:
                 self._sent(*behind)
-            behind = sent, buffer
+            behind = sent, buffer, lent
         if behind is not None:
             self._sent(*behind)
 
     def take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> int:
         """Send tensors whose source keeps them until this returns. How many were taken: the next one is another."""
-        if not self.layout.in_order:
+        if not self._layout.in_order:
             return 0
         taken = 0
         while taken < len(pairs):
-            tensors = self._fitting(pairs[taken:])
+            tensors, places = self._fitting(pairs[taken:])
             if not tensors:
                 break
-            self._pack(tensors)
+            self._pack(tensors, places)
             taken += len(tensors)
         return taken
 
@@ -86,31 +115,49 @@ class Follower:
         """Send a round without tensors; False when none followed here."""
         if self._filled or self._wanted() or self.complete:
             return False
-        self._sent(self.layout.rounds[self._number], None)
+        self._sent(self._round(self._number), None, None)
         return True
 
     @property
     def between_rounds(self) -> bool:
         """True when nothing waits in a bucket that is being filled."""
-        return self._buffer is None
+        return self._filled == 0
+
+    @property
+    def lends(self) -> bool:
+        """True when tensors of a bucket that is being filled are read where they are."""
+        return bool(self._lent)
 
     def left(self) -> Left:
         """Where another must go on."""
         part = None
-        if self._buffer is not None:
-            sent = self.layout.rounds[self._number]
-            part = SentRound(sent.specs[: self._filled], sent.offsets[: self._filled], sent.large)
-        rounds = self.layout.rounds[: self._number]
+        if self._filled:
+            sent = self._round(self._number)
+            pools = sent.pools[: self._filled]
+            part = SentRound(sent.specs[: self._filled], tuple(self._offsets), sent.large, pools)
+        rounds = [self._round(number) for number in range(self._number)]
         count = sum(len(sent.specs) for sent in rounds) + self._filled
-        return Left(rounds, part, self._buffer, self.layout.order[:count])
+        return Left(rounds, part, self._buffer, self._lent, self._layout.order[:count])
 
-    def _fitting(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Those of ``pairs``, from the first on, that are the next ones of the round.
+    def _round(self, number: int) -> SentRound:
+        return self._moved.get(number, self._layout.rounds[number])
+
+    def _found_at(self, number: int, offsets: Sequence[int] | np.ndarray) -> SentRound:
+        """A round whose tensors lie at ``offsets``."""
+        sent = self._layout.rounds[number]
+        if not np.array_equal(offsets, sent.offsets):
+            self._moved[number] = sent.moved([int(offset) for offset in offsets])
+        return self._round(number)
+
+    def _fitting(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[torch.Tensor], list[Place | None]]:
+        """Those of ``pairs``, from the first on, that are the next ones of the round, and where ranks can read them.
 
         A group counts as a whole: once half of it is in the bucket, nobody could hold it back for the other half.
         """
-        wanted, mates = self._wanted(), self.layout.mates
+        wanted, mates = self._wanted(), self._layout.mates
+        homes = () if self.complete else self._layout.rounds[self._number].pools[self._filled :]
         found: list[torch.Tensor] = []
+        places: list[Place | None] = []
         while len(found) < min(len(wanted), len(pairs)):
             names = mates.get(wanted[len(found)][0], wanted[len(found)][:1])
             stop = len(found) + len(names)
@@ -118,23 +165,38 @@ class Follower:
             complete = len(part) == len(expected) == len(names) and {name for name, *_ in expected} == set(names)
             if not complete or not all(_is(*pair, one) for pair, one in zip(part, expected, strict=True)):
                 break
+            # Of a lazy source, tensors of a group are held back as copies until all of them are there.
+            copied = len(names) > 1 and not self._rounds.kept
+            lie = [None if copied else self._rounds.find(tensor) for _, tensor in part]
+            if [place.pool if place is not None else 0 for place in lie] != list(
+                homes[len(found) : stop] or [0] * len(lie)
+            ):
+                break
             found += [tensor for _, tensor in part]
-        return found
+            places += lie
+        return found, places
 
     def _wanted(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
         """The rest of the round that is being filled."""
-        return () if self.complete else self.layout.rounds[self._number].expected[self._filled :]
+        return () if self.complete else self._layout.rounds[self._number].expected[self._filled :]
 
-    def _pack(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _pack(self, tensors: Sequence[torch.Tensor], places: Sequence[Place | None]) -> None:
         """Put the next tensors into the bucket, and send it when that was all."""
-        sent = self.layout.rounds[self._number]
-        if self._buffer is None:
-            self._buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
-        prepared = self._rounds.prepare(sent.tables, self._filled, tensors)
-        self._start(self._buffer, sent, self._filled, tensors, prepared)
+        sent = self._layout.rounds[self._number]
+        packed = [tensor for tensor, place in zip(tensors, places, strict=True) if place is None]
+        if packed:
+            if self._buffer is None:
+                self._buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
+            first = self._filled - len(self._lent)
+            prepared = self._rounds.prepare(sent.tables, first, packed)
+            self._start(self._buffer, sent, first, packed, prepared)
+        self._lent += [tensor for tensor, place in zip(tensors, places, strict=True) if place is not None]
+        for offset, place in zip(sent.offsets[self._filled :], places, strict=False):
+            self._offsets.append(offset if place is None else place.offset)
         self._filled += len(tensors)
         if self._filled == len(sent.specs):
-            self._sent(sent, self._buffer)
+            sent = self._found_at(self._number, self._offsets)
+            self._sent(sent, self._buffer, self._rounds.lend(self._lent, sent.lent_bytes))
 
     def _start(
         self,
@@ -144,24 +206,31 @@ class Follower:
         tensors: Sequence[torch.Tensor],
         prepared: Sequence[Prepared] | None,
     ) -> None:
-        """Start packing tensors ``first`` and following of a round."""
+        """Start packing tensors ``first`` and following of those of a round that are packed."""
         if prepared is not None:
             self._rounds.pack_prepared(buffer, sent.tables, first, prepared)
-        else:
-            empty = [name for (name, *_), t in zip(sent.expected[first:], tensors, strict=False) if not has_bytes(t)]
-            if empty:
-                findings = [f"{name}: has no bytes to send" for name in empty]
-                raise manifest.manifest_error(findings, "a tensor cannot be sent")
-            offsets = sent.offsets[first : first + len(tensors)]
-            self._rounds.pack(buffer, list(zip(offsets, tensors, strict=True)))
+            return
+        numbers = sent.packed[first : first + len(tensors)].tolist()
+        empty = [sent.specs[number].name for number, t in zip(numbers, tensors, strict=True) if not has_bytes(t)]
+        if empty:
+            findings = [f"{name}: has no bytes to send" for name in empty]
+            raise manifest.manifest_error(findings, "a tensor cannot be sent")
+        offsets = [sent.offsets[number] for number in numbers]
+        self._rounds.pack(buffer, list(zip(offsets, tensors, strict=True)))
 
-    def _sent(self, sent: SentRound, buffer: Buffer | None) -> None:
-        """Send a round whose tensors are on their way into ``buffer``."""
-        self._buffer, self._filled = None, 0
+    def _sent(self, sent: SentRound, buffer: Buffer | None, lent: Lent | None) -> None:
+        """Send a round whose tensors are on their way into ``buffer``, or lie in pools."""
+        numbers = {pool: self._rounds.staging.lend(pool) for pool in sent.order if pool}
+        if buffer is not None:
+            numbers[0] = buffer.number
+        places: list[int] = []
+        if self._number in self._moved:
+            for pool, offset in zip(sent.homes.tolist(), sent.offsets, strict=True):
+                places += (numbers.get(pool, 0), offset)
+        message = Repeat(self._session, self._rounds.sent, tuple(numbers[pool] for pool in sent.order), tuple(places))
+        self._buffer, self._filled, self._lent, self._offsets = None, 0, [], []
         self._number += 1
-        numbers = (buffer.number,) if buffer is not None and sent.filled else ()
-        message = Repeat(self._session, self._rounds.sent, numbers)
-        self._rounds.send(message, buffer, len(sent.specs), sum(sent.sizes))
+        self._rounds.send(message, buffer, len(sent.specs), sum(sent.sizes), lent)
 
 
 def _is(name: str, tensor: torch.Tensor, expected: tuple[str, torch.dtype, tuple[int, ...]]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -14,13 +14,11 @@ import torch
 
 from sglang_recv import manifest
 from sglang_recv.client.pack import Tables
+from sglang_recv.client.pool import PLAIN
 from sglang_recv.wire import TensorSpec
 
 #: Layouts that a client remembers: the ones used last.
 MAX_LAYOUTS: Final = 8
-
-#: Types whose tensors are what they seem. Subclasses may stand for other bytes.
-PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Sizes(NamedTuple):
@@ -86,14 +84,17 @@ class SentRound:
     specs
         Its tensors, in order; none in a round that only kept step with other senders.
     offsets
-        Where each began in the buffer, in bytes.
+        Where each began in its buffer, in bytes.
     large
         True for a buffer of its own, beside the slots.
+    pools
+        The number of the pool in which each lay, 0 for those that were packed; empty when all were.
     """
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     large: bool
+    pools: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -101,24 +102,48 @@ class SentRound:
         return tuple(manifest.nbytes(spec) for spec in self.specs)
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the buffer that the round needs."""
-        return manifest.align(self.offsets[-1] + self.sizes[-1]) if self.specs else 0
+    def homes(self) -> np.ndarray:
+        """``pools`` with a number for every tensor, int64."""
+        return np.array(self.pools, np.int64) if self.pools else np.zeros(len(self.specs), np.int64)
 
     @cached_property
-    def filled(self) -> int:
-        """Buffers that the round lies in: none when its tensors have no bytes."""
-        return int(any(self.sizes))
+    def packed(self) -> np.ndarray:
+        """Which tensors are packed, int64."""
+        return np.nonzero(self.homes == 0)[0]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that what is packed needs."""
+        ends = (self.offsets[number] + self.sizes[number] for number in self.packed)
+        return manifest.align(max(ends, default=0))
+
+    @cached_property
+    def lent_bytes(self) -> int:
+        """Bytes of what lies in pools."""
+        return int(np.array(self.sizes, np.int64)[self.homes > 0].sum())
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Pools, and 0 for the buffer, in the order in which its tensors name them; those without bytes name none."""
+        return tuple(dict.fromkeys(self.homes[np.array(self.sizes, np.int64) > 0].tolist()))
 
     @cached_property
     def tables(self) -> Tables:
-        """Kernels that pack it."""
-        return Tables(np.array(self.offsets, np.int64), np.array(self.sizes, np.int64))
+        """Kernels that pack what is packed."""
+        offsets, sizes = (np.array(values, np.int64)[self.packed] for values in (self.offsets, self.sizes))
+        return Tables(offsets, sizes)
 
     @cached_property
     def expected(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
         """Name, dtype and shape of each tensor."""
         return tuple((spec.name, manifest.dtype_of(spec.dtype), spec.shape) for spec in self.specs)
+
+    def moved(self, offsets: Sequence[int]) -> SentRound:
+        """The same round with its pools' tensors elsewhere in them."""
+        found = replace(self, offsets=tuple(offsets))
+        for name in ("sizes", "homes", "packed", "nbytes", "lent_bytes", "order", "tables", "expected"):
+            found.__dict__[name] = getattr(self, name)  # what does not depend on it, and takes a while
+        return found
 
 
 @dataclass(frozen=True)
@@ -171,8 +196,16 @@ class Layout:
         dtypes = [manifest.dtype_of(spec.dtype) for spec in specs]
         return [spec.name for spec in specs], dtypes, [spec.shape for spec in specs]
 
-    def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
-        """True when these are the tensors that were given, but for whether they have bytes at all.
+    @cached_property
+    def pools(self) -> np.ndarray:
+        """The number of each tensor's pool, in the order in which they were given, 0 for those that were packed."""
+        found = np.zeros(len(self.order), np.int64)
+        found[np.array(self.order, np.int64)] = np.concatenate([np.empty(0, np.int64), *(r.homes for r in self.rounds)])
+        return found
+
+    def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pools: np.ndarray) -> bool:
+        """True when these are the tensors that were given, and in the same pools, but for whether they have bytes at
+        all.
 
         There may be tens of thousands of them, and a microsecond for each is what a fast update cannot spare: hence
         comparisons by ``map``, which also keep nothing that would bring on the garbage collector.
@@ -180,6 +213,7 @@ class Layout:
         known_names, dtypes, shapes = self.given
         return (
             names == known_names
+            and np.array_equal(pools, self.pools)
             and PLAIN.issuperset(map(type, tensors))
             and all(map(operator.is_, map(_DTYPE, tensors), dtypes))
             and all(map(operator.eq, map(torch.Tensor.size, tensors), shapes))

@@ -74,9 +74,10 @@ class Packer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._scratch: ExportableBuffer | None = None
-        self._used = 0
-        #: The last copy that reads what is in the scratch.
-        self._reads: Pending = None
+        #: Where the next table goes in the scratch; start, end and readers of those before it, oldest first.
+        self._next = 0
+        self._tables: list[tuple[int, int, Pending]] = []
+        self._newest = (0, 0)
 
     @property
     def scratch_bytes(self) -> int:
@@ -99,7 +100,7 @@ class Packer:
             # Only between device memories is a copy ordered behind later reuse of the source; from or to the host a
             # non-blocking copy may still run when the caller overwrites it.
             torch._foreach_copy_(targets, sources, non_blocking=on_device)
-            return self._event()
+            return self.event()
 
     def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         """Tensors ``first`` and following of a known bucket for :meth:`pack_prepared`; None when a kernel cannot pack
@@ -124,11 +125,15 @@ class Packer:
         """Start copying by one kernel."""
         with torch.inference_mode(False):
             targets = tables.targets(buffer, first, first + len(prepared.addresses))
+            self._newest = (0, 0)
             prepared.kernel.run(Addresses(prepared.addresses), targets, self._upload)
-            self._reads = self._event()
-            return self._reads
+            event = self.event()
+            if self._newest[1]:
+                self._tables.append((*self._newest, event))
+            return event
 
-    def _event(self) -> Pending:
+    def event(self) -> Pending:
+        """Reached once the device has done what the current stream holds."""
         if self._device.type != "cuda":
             return None
         # Of the stream that was current here: the caller may wait under another one.
@@ -140,18 +145,24 @@ class Packer:
             return pinned.to(self._device, non_blocking=True)
         if self._scratch is None:
             self._scratch = allocate(self._device, TABLE_BYTES)
-        if self._used + pinned.nbytes > self._scratch.nbytes:
-            if self._reads is not None:
-                self._reads.synchronize()  # until no kernel needs what is there
-            self._used = 0
-        place = self._scratch.tensor()[self._used : self._used + pinned.nbytes].view(torch.int64)
-        self._used += -(-pinned.nbytes // 256) * 256
-        return place.copy_(pinned, non_blocking=True)
+        if self._next + pinned.nbytes > self._scratch.nbytes:
+            self._next = 0
+        start, end = self._next, self._next + pinned.nbytes
+        clashes = [number for number, (first, last, _) in enumerate(self._tables) if first < end and start < last]
+        for _, _, reader in self._tables[: max(clashes, default=-1) + 1]:
+            if reader is not None:
+                reader.synchronize()
+        del self._tables[: max(clashes, default=-1) + 1]
+        self._newest = start, end
+        self._next = -(-end // 256) * 256
+        return self._scratch.tensor()[start:end].view(torch.int64).copy_(pinned, non_blocking=True)
 
     def close(self) -> None:
         """Free what it has on the device."""
         if self._scratch is not None:
-            if self._reads is not None:
-                self._reads.synchronize()
+            for _, _, reader in self._tables:
+                if reader is not None:
+                    reader.synchronize()
+            self._tables.clear()
             self._scratch.close()
             self._scratch = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,7 +12,8 @@ from typing import Final
 import torch
 
 from sglang_recv.client.link import RankLink, combined, wait
-from sglang_recv.client.pack import Prepared, Tables
+from sglang_recv.client.pack import Pending, Prepared, Tables
+from sglang_recv.client.pool import Place
 from sglang_recv.client.staging import Buffer, Staging
 from sglang_recv.wire import Load, ReleaseBuffer, Repeat
 
@@ -44,6 +46,25 @@ class Clock:
             yield
         finally:
             self.phases[name] += time.monotonic() - started
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Tensors of one round that ranks read where they are.
+
+    Parameters
+    ----------
+    tensors
+        Held until every rank has read them.
+    nbytes
+        Of all of them.
+    ready
+        Reached once the device has written them.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    nbytes: int
+    ready: Sequence[Pending]
 
 
 class Rounds:
@@ -84,6 +105,10 @@ class Rounds:
         self._on_progress = on_progress
         self._slot = 0
         self._large: Buffer | None = None
+        #: What was lent, with the number of its round; oldest first.
+        self._lent: deque[tuple[int, Lent]] = deque()
+        #: True while the source keeps all its tensors until it has been sent.
+        self.kept = False
         self.sent = 0
         self.tensors = 0
         self.nbytes = 0
@@ -95,7 +120,7 @@ class Rounds:
         self._wait_acked(buffer.free_at)
         return buffer
 
-    def slot_is_free(self, unsent: Buffer) -> bool:
+    def slot_is_free(self, unsent: Buffer | None) -> bool:
         """True when :meth:`next_slot` need not wait, and is not ``unsent``: there may be a single slot."""
         for link in self._links:
             link.pump()
@@ -132,14 +157,30 @@ class Rounds:
         with self._clock.phase("pack"):
             self.staging.pack_prepared(buffer, tables, first, prepared)
 
-    def send(self, message: Load | Repeat, buffer: Buffer | None, tensors: int, nbytes: int) -> None:
-        """Send the next round, whose tensors are on their way into ``buffer``."""
+    def find(self, tensor: torch.Tensor) -> Place | None:
+        """Where ranks can read a tensor without a copy."""
+        return self.staging.pools.find(tensor)
+
+    def lend(self, tensors: Sequence[torch.Tensor], nbytes: int) -> Lent | None:
+        """Tensors in pools, of ``nbytes`` bytes together, to be sent in the next round."""
+        return Lent(tensors, nbytes, self.staging.started()) if tensors else None
+
+    def send(
+        self, message: Load | Repeat, buffer: Buffer | None, tensors: int, nbytes: int, lent: Lent | None = None
+    ) -> None:
+        """Send the next round, whose tensors are on their way into ``buffer``, or lie in pools."""
         with self._clock.phase("map"):
             self.staging.wait_mapped()
         if buffer is not None:
             with self._clock.phase("pack"):
                 buffer.wait_packed()
             buffer.free_at = self.sent + 1
+        if lent is not None:
+            with self._clock.phase("pack"):
+                for event in lent.ready:
+                    if event is not None:
+                        event.synchronize()
+            self._lent.append((self.sent, lent))
         for link in self._links:
             link.send(message)
         self.sent += 1
@@ -150,8 +191,25 @@ class Rounds:
         failed = [link for link in self._links if link.error is not None]
         if failed:
             raise combined(failed)
-        if self._on_progress is not None and buffer is not None:
+        self._let_go()
+        if lent is not None and not self.kept:
+            self.wait_read(self.staging.pools.smallest // 4)  # the source needs its pool back while it goes on
+        if self._on_progress is not None and tensors:
             self._on_progress(Progress(self.tensors, self.nbytes, time.monotonic() - self._clock.started))
+
+    def wait_read(self, left: int = 0) -> None:
+        """Return once at most ``left`` bytes of what was lent are still to be read."""
+        while sum(lent.nbytes for _, lent in self._lent) > left:
+            self._wait_acked(self._lent[0][0] + 1)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        while self._lent and all(link.acked > self._lent[0][0] for link in self._links):
+            self._lent.popleft()
+
+    def clear(self) -> None:
+        """Let go of what was lent: the session is over."""
+        self._lent.clear()
 
     def wait(self, done: Callable[[RankLink], bool], phase: str) -> None:
         """Wait until ``done`` holds for every rank; see :func:`sglang_recv.client.link.wait`."""

@@ -120,15 +120,17 @@ class Session:
 
     def _open(self, request: Open, source: Source, sizes: Callable[[Sequence[TensorSpec] | None], Sizes]) -> None:
         """Open on every rank, and allocate."""
+        staging = self._rounds.staging
+        source.locate(staging.pools)
         guess = self._guess(source)
         specs = source.specs() if guess is None else None
-        chosen = sizes(specs) if guess is None else guess.sizes
+        chosen = sizes(source.packed(specs)) if guess is None else guess.sizes
         if guess is not None and source.count is None:
             # What comes may be far more than what came then: slots must not be smaller than they would be without it.
             chosen = max(chosen, sizes(None), key=lambda size: size.slot_bytes)
         request = msgspec.structs.replace(
             request,
-            staging_bytes=chosen.peak,
+            staging_bytes=chosen.peak + staging.pools.nbytes,
             manifest=None if specs is None else tuple(specs),
             recall="" if guess is None else guess.token,
         )
@@ -144,21 +146,25 @@ class Session:
                     raise
                 # There was more memory then.
                 specs, guess = source.specs(), None
-                chosen = sizes(specs)
+                chosen = sizes(source.packed(specs))
                 self._allocate(chosen)
         with self._clock.phase("open"):
             self._rounds.wait(lambda link: link.opened, "open")
         if request.takeover:
             self._allocate(chosen)
         with self._clock.phase("map"):
-            self._rounds.staging.offer()
+            staging.offer()
+            for pool in dict.fromkeys(source.pools.tolist() if isinstance(source, AtHand) else ()):
+                if pool:
+                    staging.lend(pool)
         if guess is not None:
             # While the ranks map the slots; they learn what is sent instead before anything is.
             with self._clock.phase("compare"):
                 if not source.fits(guess) or not all(link.recalled for link in self._links):
                     specs, guess = source.specs(), None
         if specs is not None and request.manifest is None:
-            peak = sizes(specs).peak + chosen.peak  # the slots are what they are
+            # The slots are what they are.
+            peak = sizes(source.packed(specs)).peak + chosen.peak + staging.pools.nbytes
             self._announce(specs, peak)
         if guess is not None:
             self._follower = Follower(self._rounds, self.id, guess)
@@ -194,7 +200,8 @@ class Session:
         named_tensors
             Hugging Face names and full (unsharded) tensors on any device, in any strides. An iterable is consumed
             lazily: each tensor is copied out before the next one is asked for, so nothing but the slots is held, except
-            tensors of a group that SGLang loads only together, which are cloned until the group is complete.
+            tensors of a group that SGLang loads only together, which are cloned until the group is complete. What lies
+            in an :func:`sglang_recv.exportable_pool` is not copied, and must not change before this returns.
 
         Raises
         ------
@@ -202,14 +209,16 @@ class Session:
             When a rank refuses or fails; the session is over then.
         """
         self._check_sendable()
-        kept = self._filler.kept = isinstance(named_tensors, (Mapping, list, tuple))
+        kept = self._rounds.kept = isinstance(named_tensors, (Mapping, list, tuple))
         with self._ends("sending"):
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
             if self._follower is not None:
                 pairs = self._followed(list(pairs)) if kept else self._followed_lazily(pairs)
             for name, tensor in pairs:
                 self._filler.add(name, tensor)
-            self._filler.pack_waiting()
+            if self._follower is not None and self._follower.lends:
+                self._leave()
+            self._filler.let_go()
 
     def send_source(self) -> None:
         """As :meth:`send`, with the tensors that this session was opened for."""
@@ -220,7 +229,8 @@ class Session:
             return
         self._check_sendable()
         with self._ends("sending"):
-            self._follower.take_all(source.tensors)
+            self._rounds.kept = True
+            self._follower.take_all(source.tensors, source.offsets)
 
     def _followed(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[str, torch.Tensor]]:
         """Send what was sent before as it was; the rest, which must go another way."""
@@ -294,7 +304,8 @@ class Session:
                 self._leave()
             self._filler.finish()
             self._layout = self._as_sent()
-            remember = "" if self._follower is not None else self._layout.token
+            repeated = self._follower is not None and not self._follower.moved
+            remember = "" if repeated else self._layout.token
             for link in self._links:
                 link.send(Finish(self.id, self._rounds.sent, remember))
             self._rounds.wait(lambda link: link.prepared or link.committed, "finish")
@@ -453,6 +464,7 @@ class Session:
     def _close(self) -> None:
         self._closed = True
         self._filler.clear()
+        self._rounds.clear()
         self._heart.stop()
         for link in self._links:
             link.close()

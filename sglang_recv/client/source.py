@@ -10,6 +10,7 @@ import torch
 from sglang_recv import manifest
 from sglang_recv.client.fill import check_pair
 from sglang_recv.client.layout import Layout
+from sglang_recv.client.pool import Pools
 from sglang_recv.wire import TensorSpec
 
 
@@ -30,6 +31,12 @@ class Source(Protocol):
             When it is wrong by itself.
         """
 
+    def locate(self, pools: Pools) -> None:
+        """Called before all else: what ranks can read where it is."""
+
+    def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
+        """Those of ``specs`` that need staging, as far as it is known."""
+
     def fits(self, layout: Layout) -> bool:
         """False when it is known that other tensors come than in the session of ``layout``."""
 
@@ -45,6 +52,7 @@ class AtHand:
         values = named.values() if isinstance(named, Mapping) else (tensor for _, tensor in named)
         self.tensors: list[torch.Tensor] = list(values)
         self.count: int | None = len(self.names)
+        self.locate(Pools(()))
 
     @property
     def pairs(self) -> Sequence[tuple[str, torch.Tensor]]:
@@ -62,9 +70,17 @@ class AtHand:
             raise manifest.manifest_error(findings, "the tensors to send are not a manifest")
         return specs
 
+    def locate(self, pools: Pools) -> None:
+        """See :meth:`Source.locate`. Sets ``pools`` and ``offsets``, as :meth:`Pools.find_all`."""
+        self.pools, self.offsets = pools.find_all(self.tensors)
+
+    def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
+        """See :meth:`Source.packed`."""
+        return None if specs is None else [s for s, pool in zip(specs, self.pools, strict=True) if not pool]
+
     def fits(self, layout: Layout) -> bool:
         """See :meth:`Source.fits`."""
-        return layout.fits(self.names, self.tensors)
+        return layout.fits(self.names, self.tensors, self.pools)
 
 
 class Described:
@@ -80,6 +96,13 @@ class Described:
         """See :meth:`Source.specs`."""
         return self._specs
 
+    def locate(self, pools: Pools) -> None:
+        """See :meth:`Source.locate`."""
+
+    def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
+        """See :meth:`Source.packed`."""
+        return specs
+
     def fits(self, layout: Layout) -> bool:
         """See :meth:`Source.fits`."""
         return False
@@ -93,6 +116,13 @@ class Unknown:
 
     def specs(self) -> None:
         """See :meth:`Source.specs`."""
+
+    def locate(self, pools: Pools) -> None:
+        """See :meth:`Source.locate`."""
+
+    def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
+        """See :meth:`Source.packed`."""
+        return specs
 
     def fits(self, layout: Layout) -> bool:
         """See :meth:`Source.fits`."""

@@ -9,6 +9,7 @@ import torch
 
 from sglang_recv.client.link import RankLink
 from sglang_recv.client.pack import Packer, Pending, Prepared, Tables
+from sglang_recv.client.pool import Pools, pools_on
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
@@ -43,9 +44,7 @@ class Buffer:
     def offer(self, links: Sequence[RankLink], session: str, timeout: float) -> None:
         """Send every rank the part on its device; :meth:`RankLink.mapped` takes the answers."""
         for link in links:
-            part = self.parts[link.device]
-            with part.export_fd() as fd:
-                link.offer(OfferBuffer(session, self.number, part.kind.value, part.nbytes), fd.fileno(), timeout)
+            _offer(link, session, self.number, self.parts[link.device], timeout)
 
     def wait_packed(self) -> None:
         """Return once the device has done every copy that was started."""
@@ -90,6 +89,9 @@ class Staging:
         self.slot_bytes = 0
         self.peak_bytes = 0
         self._packers = {device: Packer(torch.device(device)) for device in self._devices}
+        #: What may be sent from where it is: a rank reads only what is on its own device.
+        self.pools = Pools(pools_on(torch.device(self._devices[0])) if len(self._devices) == 1 else ())
+        self._lent: dict[int, int] = {}
 
     def allocate(self, slots: int, slot_bytes: int) -> None:
         """Make the slots, of ``slot_bytes`` bytes each per device; ranks get them by :meth:`offer`.
@@ -123,6 +125,20 @@ class Staging:
         self._offer([buffer])
         self.wait_mapped()
         return buffer
+
+    def lend(self, pool: int) -> int:
+        """The number of the buffer as which ranks map a pool; they are offered it when it is first asked for."""
+        if pool not in self._lent:
+            number = self._lent[pool] = self._next
+            self._next += 1
+            for link in self._links:
+                _offer(link, self._session, number, self.pools.by_number[pool].buffer, self._timeout)
+            self._offered += 1
+        return self._lent[pool]
+
+    def started(self) -> list[Pending]:
+        """Reached once the device has done what it was told so far, on the current streams."""
+        return [packer.event() for packer in self._packers.values()]
 
     def _make(self, nbytes: int) -> Buffer:
         buffer = Buffer(self._next, nbytes, self._devices)
@@ -177,3 +193,8 @@ class Staging:
             buffer.close()
         self._buffers.clear()
         self.slots.clear()
+
+
+def _offer(link: RankLink, session: str, number: int, part: ExportableBuffer, timeout: float) -> None:
+    with part.export_fd() as fd:
+        link.offer(OfferBuffer(session, number, part.kind.value, part.nbytes), fd.fileno(), timeout)
