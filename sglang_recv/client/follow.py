@@ -12,7 +12,7 @@ from sglang_recv import manifest
 from sglang_recv.client.fill import Left, has_bytes
 from sglang_recv.client.layout import Layout, SentRound, new_token
 from sglang_recv.client.pack import Prepared
-from sglang_recv.client.pool import PLAIN, Place
+from sglang_recv.client.pool import PLAIN, Look, Place
 from sglang_recv.client.rounds import Lent, Rounds
 from sglang_recv.client.staging import Buffer
 from sglang_recv.wire import Repeat
@@ -61,7 +61,7 @@ class Follower:
         """True when everything was sent as it was."""
         return self._number == len(self._layout.rounds)
 
-    def take_all(self, tensors: Sequence[torch.Tensor], offsets: np.ndarray) -> None:
+    def take_all(self, tensors: Sequence[torch.Tensor], look: Look) -> None:
         """Send everything.
 
         The device packs one round while this side prepares the next, and where there is a free slot also packs that one
@@ -71,8 +71,8 @@ class Follower:
         ----------
         tensors
             They fit the layout (:meth:`Layout.fits`).
-        offsets
-            Where those in pools lie there, in bytes, int64.
+        look
+            At them.
         """
         behind: tuple[SentRound, Buffer | None, Lent | None] | None = None
         place = 0
@@ -81,10 +81,12 @@ class Follower:
             numbers = order[place : place + len(sent.specs)]
             place += len(numbers)
             if sent.pools:
-                sent = self._found_at(number, np.where(sent.homes > 0, offsets[numbers], sent.offsets))
-            packed = [tensors[index] for index in numbers[sent.packed].tolist()]
+                sent = self._found_at(number, np.where(sent.homes > 0, look.offsets[numbers], sent.offsets))
+            chosen = numbers[sent.packed]
+            packed = [tensors[index] for index in chosen.tolist()]
             lent = self._rounds.lend([tensors[i] for i in numbers[sent.homes > 0].tolist()], sent.lent_bytes)
-            prepared = self._rounds.prepare(sent.tables, 0, packed)
+            known = look.addresses[chosen] if look.addresses is not None else None
+            prepared = self._rounds.prepare(sent.tables, 0, packed, known)
             if behind is not None and (sent.large or not packed or not self._rounds.slot_is_free(behind[1])):
                 self._sent(*behind)
                 behind = None

@@ -203,6 +203,11 @@ class Layout:
         found[np.array(self.order, np.int64)] = np.concatenate([np.empty(0, np.int64), *(r.homes for r in self.rounds)])
         return found
 
+    @property
+    def lends(self) -> list[int]:
+        """The numbers of all pools that its tensors lay in."""
+        return [pool for pool in np.unique(self.pools).tolist() if pool]
+
     def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pools: np.ndarray) -> bool:
         """True when these are the tensors that were given, and in the same pools, but for whether they have bytes at
         all.

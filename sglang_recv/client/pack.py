@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from sglang_recv.client.pool import Pools
 from sglang_recv.copies import Addresses, Copier, Places, TorchCopier, copier, table
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
@@ -102,24 +103,23 @@ class Packer:
             torch._foreach_copy_(targets, sources, non_blocking=on_device)
             return self.event()
 
-    def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+    def prepare(
+        self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None = None
+    ) -> Prepared | None:
         """Tensors ``first`` and following of a known bucket for :meth:`pack_prepared`; None when a kernel cannot pack
         them, or need not.
 
-        A kernel takes what is on this device, contiguous, and has no operation pending on its bytes.
+        A kernel takes what is on this device, contiguous, and has no operation pending on its bytes. Where that is
+        known already, ``addresses`` says where they are, int64.
         """
         if self._device.type != "cuda" or len(tensors) < _FEW:
             return None
         kernel = tables.get(self._device, first, first + len(tensors))
-        if (
-            kernel is None
-            or set(map(torch.Tensor.get_device, tensors)) != {self._device.index}
-            or not all(map(torch.Tensor.is_contiguous, tensors))
-            or any(map(torch.Tensor.is_neg, tensors))
-            or any(map(torch.Tensor.is_conj, tensors))
-        ):
+        if kernel is None:
             return None
-        return Prepared(kernel, np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors)))
+        if addresses is None:
+            addresses = Pools(()).look(tensors, self._device).addresses
+        return None if addresses is None else Prepared(kernel, addresses)
 
     def pack_prepared(self, buffer: Views, tables: Tables, first: int, prepared: Prepared) -> Pending:
         """Start copying by one kernel."""

@@ -260,6 +260,23 @@ class Place(NamedTuple):
     offset: int
 
 
+class Look(NamedTuple):
+    """What one look at each of many tensors tells.
+
+    Parameters
+    ----------
+    addresses
+        Where each begins, if all of them are on the device in question, contiguous, and have no operation pending on
+        their bytes; else None. int64.
+    pools, offsets
+        For each the number of its pool and its offset there, in bytes; both 0 for those that lie elsewhere. int64.
+    """
+
+    addresses: np.ndarray | None
+    pools: np.ndarray
+    offsets: np.ndarray
+
+
 class Pools:
     """The pools that ranks can map in one session.
 
@@ -297,28 +314,27 @@ class Pools:
                 return Place(pool.number, offset) if readable and not tensor.is_neg() and not tensor.is_conj() else None
         return None
 
-    def find_all(self, tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """For each tensor the number of its pool and its offset there; both 0 for those that lie elsewhere. int64."""
+    def look(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Look:
+        """At all tensors, which are to be copied to ``device`` where ranks cannot read them in place."""
         homes, offsets = (np.zeros(len(tensors), np.int64) for _ in range(2))
-        if not self.by_number or not PLAIN.issuperset(map(type, tensors)):
-            return homes, offsets
+        nothing = Look(None, homes, offsets)
+        if not (self.by_number or device.type == "cuda") or not PLAIN.issuperset(map(type, tensors)):
+            return nothing
         try:
             addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+            simple = np.fromiter(map(torch.Tensor.is_contiguous, tensors), bool, len(tensors))
         except RuntimeError:  # of a tensor without memory, which is refused elsewhere
-            return homes, offsets
-        readable = np.ones(len(tensors), bool)
-        for test, wanted in (
-            (torch.Tensor.is_contiguous, True),
-            (torch.Tensor.is_neg, False),
-            (torch.Tensor.is_conj, False),
-        ):
-            readable &= np.fromiter(map(test, tensors), bool, len(tensors)) == wanted
+            return nothing
+        for pending in (torch.Tensor.is_neg, torch.Tensor.is_conj):
+            if any(map(pending, tensors)):
+                simple &= ~np.fromiter(map(pending, tensors), bool, len(tensors))
         for pool in self.by_number.values():
             # One that begins inside also ends there, in one piece. Empty ones have no address.
             away = addresses - pool.start
-            inside = readable & (away >= 0) & (away < pool.nbytes) & (away % ALIGNMENT == 0)
+            inside = simple & (away >= 0) & (away < pool.nbytes) & (away % ALIGNMENT == 0)
             homes[inside], offsets[inside] = pool.number, away[inside]
-        return homes, offsets
+        ready = device.type == "cuda" and simple.all() and set(map(torch.Tensor.get_device, tensors)) == {device.index}
+        return Look(addresses if ready else None, homes, offsets)
 
 
 def _round_up(nbytes: int, unit: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 
 from sglang_recv.client.link import RankLink, combined, wait
@@ -147,10 +148,12 @@ class Rounds:
         with self._clock.phase("pack"):
             self.staging.pack(buffer, tensors)
 
-    def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> list[Prepared] | None:
+    def prepare(
+        self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None = None
+    ) -> list[Prepared] | None:
         """What :meth:`pack_prepared` needs, for tensors of a known round; None when they need :meth:`pack`."""
         with self._clock.phase("pack"):
-            return self.staging.prepare(tables, first, tensors)
+            return self.staging.prepare(tables, first, tensors, addresses)
 
     def pack_prepared(self, buffer: Buffer, tables: Tables, first: int, prepared: Sequence[Prepared]) -> None:
         """Start copying tensors of a known round by kernels."""

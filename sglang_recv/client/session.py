@@ -121,7 +121,7 @@ class Session:
     def _open(self, request: Open, source: Source, sizes: Callable[[Sequence[TensorSpec] | None], Sizes]) -> None:
         """Open on every rank, and allocate."""
         staging = self._rounds.staging
-        source.locate(staging.pools)
+        source.begin(staging.look)
         guess = self._guess(source)
         specs = source.specs() if guess is None else None
         chosen = sizes(source.packed(specs)) if guess is None else guess.sizes
@@ -154,9 +154,8 @@ class Session:
             self._allocate(chosen)
         with self._clock.phase("map"):
             staging.offer()
-            for pool in dict.fromkeys(source.pools.tolist() if isinstance(source, AtHand) else ()):
-                if pool:
-                    staging.lend(pool)
+            for pool in guess.lends if guess is not None else source.lends:
+                staging.lend(pool)
         if guess is not None:
             # While the ranks map the slots; they learn what is sent instead before anything is.
             with self._clock.phase("compare"):
@@ -176,7 +175,9 @@ class Session:
         """What this session may repeat. Engines before protocol 1.1 must be told everything."""
         if not source.repeats or any(link.welcome is None or link.welcome.protocol_minor < 1 for link in self._links):
             return None
-        return self._layouts.guess(self._kind, source.count)
+        guess = self._layouts.guess(self._kind, source.count)
+        pools = self._rounds.staging.pools.by_number
+        return guess if guess is not None and pools.keys() >= set(guess.lends) else None
 
     def _announce(self, specs: Sequence[TensorSpec], peak: int) -> None:
         with self._clock.phase("open"):
@@ -230,7 +231,7 @@ class Session:
         self._check_sendable()
         with self._ends("sending"):
             self._rounds.kept = True
-            self._follower.take_all(source.tensors, source.offsets)
+            self._follower.take_all(source.tensors, source.look)
 
     def _followed(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[str, torch.Tensor]]:
         """Send what was sent before as it was; the rest, which must go another way."""

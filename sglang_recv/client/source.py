@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 
 from sglang_recv import manifest
 from sglang_recv.client.fill import check_pair
 from sglang_recv.client.layout import Layout
-from sglang_recv.client.pool import Pools
+from sglang_recv.client.pool import Look, Pools
 from sglang_recv.wire import TensorSpec
+
+_CPU: Final = torch.device("cpu")
 
 
 class Source(Protocol):
@@ -31,8 +35,12 @@ class Source(Protocol):
             When it is wrong by itself.
         """
 
-    def locate(self, pools: Pools) -> None:
-        """Called before all else: what ranks can read where it is."""
+    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+        """Called before all else, with a way to look at tensors."""
+
+    @property
+    def lends(self) -> list[int]:
+        """The numbers of the pools that tensors lie in, as far as it is known."""
 
     def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
         """Those of ``specs`` that need staging, as far as it is known."""
@@ -52,7 +60,7 @@ class AtHand:
         values = named.values() if isinstance(named, Mapping) else (tensor for _, tensor in named)
         self.tensors: list[torch.Tensor] = list(values)
         self.count: int | None = len(self.names)
-        self.locate(Pools(()))
+        self._look: Callable[[Sequence[torch.Tensor]], Look] = lambda tensors: Pools(()).look(tensors, _CPU)
 
     @property
     def pairs(self) -> Sequence[tuple[str, torch.Tensor]]:
@@ -70,17 +78,27 @@ class AtHand:
             raise manifest.manifest_error(findings, "the tensors to send are not a manifest")
         return specs
 
-    def locate(self, pools: Pools) -> None:
-        """See :meth:`Source.locate`. Sets ``pools`` and ``offsets``, as :meth:`Pools.find_all`."""
-        self.pools, self.offsets = pools.find_all(self.tensors)
+    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+        """See :meth:`Source.begin`."""
+        self._look = look
+
+    @cached_property
+    def look(self) -> Look:
+        """At all tensors. It takes a while, and so is not done before it must be."""
+        return self._look(self.tensors)
+
+    @property
+    def lends(self) -> list[int]:
+        """See :meth:`Source.lends`."""
+        return [pool for pool in np.unique(self.look.pools).tolist() if pool]
 
     def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
         """See :meth:`Source.packed`."""
-        return None if specs is None else [s for s, pool in zip(specs, self.pools, strict=True) if not pool]
+        return None if specs is None else [s for s, pool in zip(specs, self.look.pools, strict=True) if not pool]
 
     def fits(self, layout: Layout) -> bool:
         """See :meth:`Source.fits`."""
-        return layout.fits(self.names, self.tensors, self.pools)
+        return layout.fits(self.names, self.tensors, self.look.pools)
 
 
 class Described:
@@ -96,8 +114,13 @@ class Described:
         """See :meth:`Source.specs`."""
         return self._specs
 
-    def locate(self, pools: Pools) -> None:
-        """See :meth:`Source.locate`."""
+    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+        """See :meth:`Source.begin`."""
+
+    @property
+    def lends(self) -> list[int]:
+        """See :meth:`Source.lends`."""
+        return []
 
     def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
         """See :meth:`Source.packed`."""
@@ -117,8 +140,13 @@ class Unknown:
     def specs(self) -> None:
         """See :meth:`Source.specs`."""
 
-    def locate(self, pools: Pools) -> None:
-        """See :meth:`Source.locate`."""
+    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+        """See :meth:`Source.begin`."""
+
+    @property
+    def lends(self) -> list[int]:
+        """See :meth:`Source.lends`."""
+        return []
 
     def packed(self, specs: Sequence[TensorSpec] | None) -> Sequence[TensorSpec] | None:
         """See :meth:`Source.packed`."""

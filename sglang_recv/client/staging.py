@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sglang_recv.client.link import RankLink
 from sglang_recv.client.pack import Packer, Pending, Prepared, Tables
-from sglang_recv.client.pool import Pools, pools_on
+from sglang_recv.client.pool import Look, Pools, pools_on
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
@@ -174,10 +175,17 @@ class Staging:
         for device, views in buffer.views.items():
             buffer.pending.append(self._packers[device].pack(views, tensors))
 
-    def prepare(self, tables: Tables, first: int, tensors: Sequence[torch.Tensor]) -> list[Prepared] | None:
-        """What :meth:`pack_prepared` needs; None when some device needs :meth:`pack`."""
-        found = [packer.prepare(tables, first, tensors) for packer in self._packers.values()]
+    def prepare(
+        self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None
+    ) -> list[Prepared] | None:
+        """What :meth:`pack_prepared` needs; None when some device needs :meth:`pack`. ``addresses`` are as in
+        :meth:`Packer.prepare`."""
+        found = [packer.prepare(tables, first, tensors, addresses) for packer in self._packers.values()]
         return None if None in found else [prepared for prepared in found if prepared is not None]
+
+    def look(self, tensors: Sequence[torch.Tensor]) -> Look:
+        """At tensors that are all there; see :meth:`Pools.look`."""
+        return self.pools.look(tensors, torch.device(self._devices[0] if len(self._devices) == 1 else "cpu"))
 
     def pack_prepared(self, buffer: Buffer, tables: Tables, first: int, prepared: Sequence[Prepared]) -> None:
         """Start copying tensors ``first`` and following of a known bucket by kernels."""

@@ -32,20 +32,23 @@ def test_torch_allocates_in_the_pool_and_gives_it_back() -> None:
         small = [torch.full((100,), float(number), device="cuda") for number in range(64)]
         joined = torch.cat([large[:1000], large[:1000]])
     elsewhere = torch.empty(100, device="cuda")
-    homes, offsets = pools.find_all([large, *small, joined, elsewhere, large[1:], large[64:]])
+    tensors = [large, *small, joined, elsewhere, large[1:], large[64:]]
+    addresses, homes, offsets = pools.look(tensors, pool.device)
+    assert addresses is not None
+    assert addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
     assert homes.tolist() == [pool.number] * 66 + [0, 0, pool.number]
     assert len(set(offsets[:66].tolist())) == 66
     assert pool.buffer.tensor()[offsets[0] : offsets[0] + 8].view(torch.int32).tolist() == [7, 7]
     with pytest.raises(SessionStateError, match="still in this pool"):
         pool.close()
     address = large.data_ptr()
-    del large
+    del large, tensors[0], tensors[-2:]
     again = pool.empty((100 << 18,), torch.int32)
     assert again.data_ptr() == address, "what was freed is used again"
     with pytest.raises(torch.OutOfMemoryError):
         pool.empty((SIZE,), torch.uint8)
     assert torch.equal(torch.stack(small)[:, 0].cpu(), torch.arange(64.0))
-    del again, small, joined
+    del again, small, joined, tensors
     whole = pool.empty((SIZE,), torch.uint8)
     assert pools.find(whole) is not None
     del whole

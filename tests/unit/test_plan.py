@@ -23,7 +23,7 @@ from sglang_recv import copies
 from sglang_recv.errors import StagingMemoryError
 from sglang_recv.receiver import apply as apply_module
 from sglang_recv.receiver import checksum, plan, recording
-from sglang_recv.receiver.apply import ModelApplier, Observations
+from sglang_recv.receiver.apply import ModelApplier, Observations, _Walk
 from sglang_recv.receiver.recording import Copy, Recorder
 from sglang_recv.wire import Kept
 from support.staged import staged
@@ -695,3 +695,30 @@ def test_without_plans_nothing_is_concluded(monkeypatch: pytest.MonkeyPatch) -> 
     for step in (1, 2):
         assert update(model, seen, weights(step)).missing() == ()
         assert checksum.digests(model) == fresh("copy", weights(step))
+
+
+def test_parameters_are_found_again_after_any_change_of_modules() -> None:
+    def part() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Embedding(4, 2), torch.nn.ReLU())
+
+    model = torch.nn.ModuleDict({"a": part(), "b": part(), "none": None})  # type: ignore[dict-item]
+    walk = _Walk(model)
+
+    def check() -> None:
+        for _ in range(2):
+            assert [id(p) for p in walk.parameters()] == [id(p) for p in model.parameters()]
+
+    check()
+    model["a"][0].weight = torch.nn.Parameter(torch.zeros(3, 2))
+    check()
+    model["b"][1] = torch.nn.Embedding(5, 2)
+    check()
+    model["b"][1].weight = model["a"][1].weight  # tied
+    check()
+    model["c"] = part()
+    check()
+    model["a"][0].register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    model["a"][0].register_parameter("nothing", None)
+    check()
+    del model["b"]
+    check()
