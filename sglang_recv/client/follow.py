@@ -87,7 +87,7 @@ class Follower:
             lent = self._rounds.lend([tensors[i] for i in numbers[sent.homes > 0].tolist()], sent.lent_bytes)
             known = look.addresses[chosen] if look.addresses is not None else None
             prepared = self._rounds.prepare(sent.tables, 0, packed, known)
-            if behind is not None and (sent.large or not packed or not self._rounds.slot_is_free(behind[1])):
+            if behind is not None and (sent.large or not packed or not self._may_wait(behind[1])):
                 self._sent(*behind)
                 behind = None
             buffer: Buffer | None = None
@@ -99,6 +99,10 @@ class Follower:
             behind = sent, buffer, lent
         if behind is not None:
             self._sent(*behind)
+
+    def _may_wait(self, buffer: Buffer | None) -> bool:
+        """True when a round that is being packed is sent no later for packing the next one first."""
+        return buffer is not None and not buffer.packed and self._rounds.slot_is_free(buffer)
 
     def take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> int:
         """Send tensors whose source keeps them until this returns. How many were taken: the next one is another."""

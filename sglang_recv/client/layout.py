@@ -231,10 +231,10 @@ class Layouts:
 
     _known: list[Layout] = field(default_factory=list)
 
-    def guess(self, kind: str, count: int | None) -> Layout | None:
-        """The last session of this kind, and of ``count`` tensors unless that is None."""
+    def guess(self, kind: str, names: Sequence[str] | None) -> Layout | None:
+        """The last session of this kind, and of tensors of these names unless that is None."""
         fitting = (known for known in reversed(self._known) if known.kind == kind)
-        return next((known for known in fitting if count in (None, len(known.order))), None)
+        return next((known for known in fitting if names is None or known.given[0] == names), None)
 
     def keep(self, layout: Layout) -> None:
         """Remember a session that was committed."""

@@ -121,7 +121,7 @@ class Rounds:
         self._wait_acked(buffer.free_at)
         return buffer
 
-    def slot_is_free(self, unsent: Buffer | None) -> bool:
+    def slot_is_free(self, unsent: Buffer) -> bool:
         """True when :meth:`next_slot` need not wait, and is not ``unsent``: there may be a single slot."""
         for link in self._links:
             link.pump()

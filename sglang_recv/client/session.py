@@ -125,7 +125,7 @@ class Session:
         guess = self._guess(source)
         specs = source.specs() if guess is None else None
         chosen = sizes(source.packed(specs)) if guess is None else guess.sizes
-        if guess is not None and source.count is None:
+        if guess is not None and source.names is None:
             # What comes may be far more than what came then: slots must not be smaller than they would be without it.
             chosen = max(chosen, sizes(None), key=lambda size: size.slot_bytes)
         request = msgspec.structs.replace(
@@ -175,7 +175,7 @@ class Session:
         """What this session may repeat. Engines before protocol 1.1 must be told everything."""
         if not source.repeats or any(link.welcome is None or link.welcome.protocol_minor < 1 for link in self._links):
             return None
-        guess = self._layouts.guess(self._kind, source.count)
+        guess = self._layouts.guess(self._kind, source.names)
         pools = self._rounds.staging.pools.by_number
         return guess if guess is not None and pools.keys() >= set(guess.lends) else None
 

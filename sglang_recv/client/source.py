@@ -21,10 +21,12 @@ _CPU: Final = torch.device("cpu")
 class Source(Protocol):
     """Where tensors come from."""
 
-    #: How many there are, when all of them are at hand.
-    count: int | None
     #: True when a session may repeat an earlier one on trust: a source that turns out otherwise costs only time.
     repeats: bool
+
+    @property
+    def names(self) -> list[str] | None:
+        """In the order in which they come, when all of them are at hand."""
 
     def specs(self) -> Sequence[TensorSpec] | None:
         """The whole manifest, or None.
@@ -59,7 +61,6 @@ class AtHand:
         self.names: list[str] = list(named) if isinstance(named, Mapping) else [name for name, _ in named]
         values = named.values() if isinstance(named, Mapping) else (tensor for _, tensor in named)
         self.tensors: list[torch.Tensor] = list(values)
-        self.count: int | None = len(self.names)
         self._look: Callable[[Sequence[torch.Tensor]], Look] = lambda tensors: Pools(()).look(tensors, _CPU)
 
     @property
@@ -105,7 +106,7 @@ class Described:
     """Tensors that come later, as a manifest says."""
 
     repeats = False
-    count: int | None = None
+    names = None
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
@@ -135,7 +136,7 @@ class Unknown:
     """Tensors that come later, and nobody says which."""
 
     repeats = True
-    count: int | None = None
+    names = None
 
     def specs(self) -> None:
         """See :meth:`Source.specs`."""

@@ -47,6 +47,11 @@ class Buffer:
         for link in links:
             _offer(link, session, self.number, self.parts[link.device], timeout)
 
+    @property
+    def packed(self) -> bool:
+        """True when nothing that was started can still be on its way: on a CPU."""
+        return not any(self.pending)
+
     def wait_packed(self) -> None:
         """Return once the device has done every copy that was started."""
         for event in self.pending:

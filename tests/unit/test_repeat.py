@@ -392,3 +392,17 @@ def test_a_thread_waits_for_fences_in_order() -> None:
     finally:
         fences.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "sglang-recv-fences"]
+
+
+def test_updates_that_alternate_are_repeated(engine: Engine, sent: list[Any]) -> None:
+    """Two partial updates of one tensor each, in turn: neither hides the other."""
+    with client(engine) as sender:
+        sender.update(weights(0.0), "v0")
+        sent.clear()
+        for number in range(1, 7):
+            name = ("embed", "norm")[number % 2]
+            sender.update({name: weights(float(number))[name]}, f"v{number}", kind="partial")
+            assert rounds_of(sent) == [Load if number <= 2 else Repeat]
+        for rank, held in enumerate(engine.parameters()):
+            assert torch.equal(held["embed"], weights(6.0)["embed"][4 * rank : 4 * rank + 4])
+            assert torch.equal(held["norm"], weights(5.0)["norm"])
