@@ -1,15 +1,19 @@
-"""Real shapes with random weights: what a trainer holds, and a folder that an engine starts from with dummy weights."""
+"""Shapes of real models, and a tiny one, with random weights: what a trainer holds, and what an engine starts from."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from support.models import Shape, config, names
+from sglang_recv.cli.models import KINDS, Shape, config, names
 
-SHAPES: dict[str, Shape] = {
+SHAPES: Final[dict[str, Shape]] = {
+    # Head sizes that GPU attention kernels take; the CPU takes any.
+    "tiny": replace(KINDS["qwen3"], hidden=256, intermediate=512, layers=4, heads=4, kv_heads=2, head=64),
     "0.6b": Shape(
         "Qwen3ForCausalLM",
         "qwen3",
@@ -53,7 +57,22 @@ SHAPES: dict[str, Shape] = {
 }
 
 #: Fraction of a 141 GB GPU for the engine (weights and KV) beside a trainer that holds the weights once more.
-MEMORY_FRACTION = {"0.6b": "0.3", "8b": "0.35", "30b": "0.46"}
+_MEMORY_FRACTION: Final = {"tiny": "0.3", "0.6b": "0.3", "8b": "0.35", "30b": "0.46"}
+
+ON_CPU: Final = ("--device", "cpu", "--max-total-tokens", "4096")
+#: Nothing here asks for tokens, so nothing need be compiled for them.
+_ON_GPU: Final = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
+)
+
+
+def engine_args(model: str, device: str) -> tuple[str, ...]:
+    """SGLang's arguments for an engine of ``model`` with dummy weights and no tokenizer, on ``cuda`` or ``cpu``."""
+    dummy = ("--load-format", "dummy", "--skip-tokenizer-init")
+    if device == "cpu":
+        return (*dummy, *ON_CPU)
+    return (*dummy, *_ON_GPU, "--mem-fraction-static", _MEMORY_FRACTION[model])
 
 
 def folder(model: str, root: Path) -> Path:
