@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -108,9 +108,11 @@ class CheckpointEngine:
     ----------
     url
         The engine.
+    refused
+        Called on another thread when the engine refuses: checkpoint-engine goes on to wait for it without a bound.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, refused: Callable[[Exception], None]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -119,7 +121,10 @@ class CheckpointEngine:
         from checkpoint_engine.ps import ParameterServer
 
         self._url = url
-        self._server: Any = ParameterServer(auto_pg=True)
+        self._refused = refused
+        self._server: Any = ParameterServer(auto_pg=False)
+        # Once: by itself it would make a process group for each update.
+        self._server.init_process_group()
         #: Newer versions keep the pinned memory for the next update.
         pool = "use_shared_memory_pool" in inspect.signature(self._server.register_checkpoint).parameters
         self._options = {"use_shared_memory_pool": True} if pool else {}
@@ -129,8 +134,8 @@ class CheckpointEngine:
 
         Raises
         ------
-        CommitError
-            When the engine refuses. Whatever checkpoint-engine raises.
+        Exception
+            Whatever checkpoint-engine raises.
         """
         _has_sessions(self._url)
         torch.cuda.synchronize()
@@ -142,7 +147,11 @@ class CheckpointEngine:
 
         def request(sockets: list[tuple[str, str]]) -> None:
             body = {"zmq_handles": dict(sockets), "flush_cache": True, "weight_version": version}
-            _call(self._url, "update_weights_from_ipc", body)
+            try:
+                _call(self._url, "update_weights_from_ipc", body)
+            except Exception as error:
+                self._refused(error)
+                raise
 
         with _session(self._url):
             self._server.update(version, request)

@@ -17,7 +17,7 @@ FRESH: Final = "first update of a fresh engine"
 
 #: Digests that must be one, and the one that must be another.
 _OURS_AND_STOCK: Final = ("stock", "ours")
-_OTHER: Final = "other weights"
+OTHER: Final = "other weights"
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Found:
     @property
     def digests_equal(self) -> bool | None:
         """True when stock and all of ours left the same bytes, and other weights others; None before both are known."""
-        if any(name not in self.digests for name in (*_OURS_AND_STOCK, _OTHER)):
+        if any(name not in self.digests for name in (*_OURS_AND_STOCK, OTHER)):
             return None
         ours = {digest for name, digest in self.digests.items() if name == "stock" or name.startswith("ours")}
-        return len(ours) == 1 and self.digests[_OTHER] not in ours
+        return len(ours) == 1 and self.digests[OTHER] not in ours
 
     @property
     def wrong(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -184,17 +185,27 @@ def once(held: Held) -> None:
 
 def by_checkpoint_engine(held: Held) -> None:
     """checkpoint-engine, which the bench has found installed."""
+
+    def failed(error: Exception) -> None:
+        emit("failed", mode=CHECKPOINT_ENGINE, reason=f"{type(error).__name__}: {error}")
+
+    def refused(error: Exception) -> None:
+        failed(error)
+        os._exit(1)  # the thread that waits cannot be ended
+
     try:
-        server = others.CheckpointEngine(held.url)
+        server = others.CheckpointEngine(held.url, refused)
 
         def update(held: Held) -> Lap:
             phases = server.update(held.tensors, held.version())
             return {"seconds": sum(phases.values()), "phases": phases}
 
         Mode(CHECKPOINT_ENGINE, update, copies=0, laps=min(held.laps, 3), warm_up=1).run(held)
+        _negate(held)  # what stock sent for others
+        update(held)
         emit("digest", of=CHECKPOINT_ENGINE, digest=held.digest())
     except Exception as error:  # it is another project's code, and must not end the bench
-        emit("failed", mode=CHECKPOINT_ENGINE, reason=f"{type(error).__name__}: {error}")
+        failed(error)
 
 
 PROGRAMS: Final[dict[str, Callable[[Held], None]]] = {

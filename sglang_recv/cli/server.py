@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -55,6 +56,15 @@ def post(url: str, body: Mapping[str, Any], *, timeout: float = 300.0) -> Any:
         return text.decode(errors="replace")
 
 
+def has_ended(pid: int, within: float) -> bool:
+    """Whether a child ends within some seconds. It stays a zombie, so that its id, and its group's, stays ours."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([pidfd], [], [], within)[0])
+    finally:
+        os.close(pidfd)
+
+
 def tail(log: Path, lines: int = 30) -> tuple[str, ...]:
     """The last lines of a log."""
     return tuple(log.read_text(errors="replace").splitlines()[-lines:])
@@ -74,8 +84,11 @@ class Server:
 
     def check_alive(self) -> None:
         """Raise an EngineLostError with the end of the log when its process has ended."""
-        code = self.process.poll()
-        if code is not None:
+        if has_ended(self.process.pid, 0):
+            # Not poll(): that would reap it, and its group could not be ended by its id any more.
+            status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            assert status is not None
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
             raise EngineLostError(f"the server exited with {code}", fix=LOG_FIX, details=self.tail())
 
 
@@ -116,12 +129,12 @@ def serve(model: Path, root: Path, args: Sequence[str], *, ready_seconds: float 
         _wait_ready(server, ready_seconds)
         yield server
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if not has_ended(process.pid, 0):
+            process.send_signal(signal.SIGTERM)
+            has_ended(process.pid, STOP_SECONDS)
+        # Whoever is left: the server, or schedulers that hang or lost their parent. It is reaped last, see has_ended.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_ready(server: Server, seconds: float) -> None:
@@ -132,10 +145,7 @@ def _wait_ready(server: Server, seconds: float) -> None:
             return
         except (OSError, ValueError):
             pass  # not there yet
-        try:
-            server.process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            pass
+        has_ended(server.process.pid, 0.2)
         server.check_alive()
         if time.monotonic() > end:
             raise EngineLostError(
