@@ -28,8 +28,8 @@ import torch
 
 from sglang_recv.cli import bench_report, shapes
 from sglang_recv.cli.bench_others import no_checkpoint_engine
-from sglang_recv.cli.bench_report import Found
-from sglang_recv.cli.bench_trainer import CHECKPOINT_ENGINE, SAVER
+from sglang_recv.cli.bench_report import CHECKPOINT_ENGINE, Found
+from sglang_recv.cli.bench_trainer import SAVER
 from sglang_recv.cli.server import LOG_FIX, Server, post, serve, tail
 from sglang_recv.errors import DeadlineError, EngineLostError, RecvError, UnsupportedError
 

@@ -14,6 +14,7 @@ STOCK: Final = "stock"
 STOCK_FRESH: Final = "stock, first update of a fresh engine"
 #: Modes that are compared with stock's first update.
 FRESH: Final = "first update of a fresh engine"
+CHECKPOINT_ENGINE: Final = "checkpoint-engine"
 
 #: Digests that must be one, and the one that must be another.
 _OURS_AND_STOCK: Final = ("stock", "ours")
@@ -237,8 +238,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 def _draw_model(axis: Any, model: str, rows: list[Mapping[str, Any]]) -> None:
     places = range(len(rows))
-    stock = [row["mode"] in (STOCK, STOCK_FRESH) for row in rows]
-    axis.barh(places, [row["seconds"] for row in rows], color=["#9aa0a6" if grey else "#2a7de1" for grey in stock])
+    others = [row["mode"] in (STOCK, STOCK_FRESH, CHECKPOINT_ENGINE) for row in rows]
+    axis.barh(places, [row["seconds"] for row in rows], color=["#9aa0a6" if grey else "#2a7de1" for grey in others])
     for place, row in zip(places, rows, strict=True):
         times = as_fast(row)
         label = f" {row['seconds']:.4f} s" + (f", {_times(times)} as fast as stock" if times is not None else "")

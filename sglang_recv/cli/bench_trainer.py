@@ -20,7 +20,8 @@ import msgspec
 import torch
 
 from sglang_recv.cli import bench_others as others
-from sglang_recv.cli import shapes
+from sglang_recv.cli import bench_report, shapes
+from sglang_recv.cli.bench_report import CHECKPOINT_ENGINE
 from sglang_recv.cli.server import post
 from sglang_recv.client.client import WeightClient
 
@@ -122,11 +123,11 @@ def stock(held: Held) -> Lap:
     return {"seconds": others.stock_update(held.url, held.tensors, held.version())}
 
 
-STOCK_FRESH: Final = Mode("stock, first update of a fresh engine", stock, laps=1)
-STOCK: Final = Mode("stock", stock)
+STOCK_FRESH: Final = Mode(bench_report.STOCK_FRESH, stock, laps=1)
+STOCK: Final = Mode(bench_report.STOCK, stock)
 #: On a fresh engine, in this order.
 AT_FIRST: Final = (
-    Mode("first update of a fresh engine: recording", ours, laps=1),
+    Mode(f"{bench_report.FRESH}: recording", ours, laps=1),
     Mode("second update: proving", ours, laps=1),
 )
 #: Turn by turn with stock, as machines are noisy.
@@ -137,7 +138,6 @@ AFTER: Final = (
     # An update in place, from tensors in an exportable pool, belongs here, with copies=1.
 )
 SAVER: Final = Mode("steady, trainer under the memory saver", ours, warm_up=3)
-CHECKPOINT_ENGINE: Final = "checkpoint-engine"
 
 
 def on_fresh_stock(held: Held) -> None:
@@ -164,7 +164,7 @@ def in_turn(held: Held) -> None:
     # The weights were the same in every lap so far: a way that wrote nothing would pass. So others, and back.
     _negate(held)
     stock(held)
-    emit("digest", of="other weights", digest=held.digest())
+    emit("digest", of=bench_report.OTHER, digest=held.digest())
     _negate(held)
     ours(held)
     emit("digest", of="ours", digest=held.digest())
