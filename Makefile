@@ -5,15 +5,20 @@ PYTHON ?= python3
 BIN = $${SGLANG_RECV_VENVS:-.venv}/sglang-0.5.23/bin
 # More arguments for pytest: make test PYTEST_ARGS="-k status -x"
 PYTEST_ARGS ?=
+# Arguments for `sglang-recv bench`: make bench BENCH_ARGS="--model 8b --laps 3"
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup lint test test-full clean
+.PHONY: help demo bench setup lint test test-full clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo:  ## a weight update from start to end, on this machine's GPU or on its CPU
-	@PYTHON='$(PYTHON)' bash scripts/demo.sh
+	@PYTHON='$(PYTHON)' bash scripts/command.sh demo
+
+bench:  ## seconds of an update beside SGLang's own ways, on this machine's GPU or on its CPU
+	@PYTHON='$(PYTHON)' bash scripts/command.sh bench $(BENCH_ARGS)
 
 setup:  ## build .venv/ where it is missing or stale
 	@$(PYTHON) scripts/environments.py

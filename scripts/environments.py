@@ -1,4 +1,4 @@
-"""Build the engine environments that tests and the demo run in: ``.venv/sglang-<version>``, one per lock file.
+"""Build the engine environments that tests, demo and bench run in: ``.venv/sglang-<version>``, one per lock file.
 
 Run with any Python 3.11 or newer; nothing but the standard library is needed. An environment whose lock files have not
 changed is left as it is, so a second call takes a moment. pip's own configuration (index, constraints, cache) is

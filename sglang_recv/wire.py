@@ -275,12 +275,26 @@ class PlanReport(msgspec.Struct, frozen=True):
     kept: tuple[Kept, ...]
 
 
+class RankSeconds(msgspec.Struct, frozen=True):
+    """Where the time of one rank went in a session, in seconds.
+
+    ``map`` is spent importing and mapping buffers, ``load`` applying rounds, ``finalize`` on the check that nothing is
+    missing and on the commit (the vote, the wait for the device, the switch), ``flush`` on dropping KV in it.
+    """
+
+    map: float = 0.0
+    load: float = 0.0
+    finalize: float = 0.0
+    flush: float = 0.0
+
+
 class Committed(msgspec.Struct, tag=True, frozen=True):
     """The engine serves the new weights; all buffers of the session are unmapped."""
 
     session: str
     version: str
     plan: PlanReport | None = None
+    spent: RankSeconds | None = None
 
 
 class Aborted(msgspec.Struct, tag=True, frozen=True):

@@ -18,6 +18,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="a weight update from start to end, on this machine")
     demo.add_argument("server_args", nargs="*", help="more arguments for SGLang's server, after --")
+    bench = commands.add_parser("bench", help="how fast updates are here, beside SGLang's own ways")
+    bench.add_argument(
+        "--model", nargs="+", default=[], help="tiny, 0.6b, 8b, 30b; by default tiny on a CPU, else 0.6b 8b"
+    )
+    bench.add_argument("--laps", type=int, default=7, help="updates of each mode, in turn with stock")
+    bench.add_argument("--slots", type=int, help="staging slots; by default WeightClient's own choice")
+    bench.add_argument("--slot-mib", type=int, help="MiB of a staging slot; by default WeightClient's own choice")
+    bench.add_argument("--no-saver", action="store_true", help="leave torch_memory_saver out")
+    bench.add_argument("--seconds", type=float, help="end after so long, with what there is then")
+    bench.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="for bench.json and bench.png")
+    bench.add_argument("--draw", metavar="REPORT", type=Path, help="time nothing: show and draw a bench.json again")
+    bench.add_argument("server_args", nargs="*", help="more arguments for SGLang's server, after --")
     status = commands.add_parser("status", help="what the ranks of an engine report")
     status.add_argument("engine", help="base URL of an SGLang server")
     patch = commands.add_parser("patch", help="patches for slime: which one belongs to a checkout, and its text")
@@ -30,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from sglang_recv.cli import demo as command
 
             return command.run(options.server_args)
+        if options.command == "bench":
+            return _bench(options)
         if options.command == "patch":
             from sglang_recv.cli import patch as patches
 
@@ -47,3 +61,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from sglang_recv.cli import bench
+
+    if options.draw is not None:
+        return bench.redraw(options.draw)
+    wanted = bench.Options(
+        models=tuple(options.model),
+        laps=options.laps,
+        slots=options.slots,
+        slot_mib=options.slot_mib,
+        saver=not options.no_saver,
+        out=options.out,
+        seconds=options.seconds,
+        server_args=tuple(options.server_args),
+    )
+    return bench.run(wanted)

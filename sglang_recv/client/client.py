@@ -224,7 +224,9 @@ class WeightClient:
             takeover=takeover,
             on_progress=on_progress,
         ) as session:
-            yield session
+            # What the caller does between its calls of the session; those count by themselves.
+            with session.between_calls():
+                yield session
 
     @contextlib.contextmanager
     def _open(

@@ -41,6 +41,7 @@ from sglang_recv.wire import (
     PlanReport,
     Prepared,
     RankMessage,
+    RankSeconds,
     Released,
     SenderMessage,
     Welcome,
@@ -73,6 +74,7 @@ class RankLink:
         self.prepared = False
         self.committed = False
         self.plan: PlanReport | None = None
+        self.spent: RankSeconds | None = None
         self.aborted: Aborted | None = None
         self.error: RecvError | None = None
         #: True when ``error`` is not the rank's word, but made of its closed connection or its silence.
@@ -114,7 +116,7 @@ class RankLink:
         elif isinstance(message, Prepared):
             self.prepared = True
         elif isinstance(message, Committed):
-            self.committed, self.plan = True, message.plan
+            self.committed, self.plan, self.spent = True, message.plan, message.spent
         elif isinstance(message, Aborted):
             self.aborted = message
             self.weights_state = message.weights_state

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from sglang_recv.client.pack import Pending, Prepared, Tables
 from sglang_recv.client.pool import Place
 from sglang_recv.client.staging import Buffer, Staging
 from sglang_recv.wire import Load, ReleaseBuffer, Repeat
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,56 @@ class Progress:
 
 
 #: Of one update, on this side, in the order in which they begin.
-PHASES: Final = ("connect", "compare", "open", "allocate", "map", "pack", "wait", "finish", "commit", "close")
+PHASES: Final = (
+    *("connect", "compare", "open", "allocate", "map", "source", "fill", "pack", "wait", "finish", "commit", "close"),
+)
 
 
 @dataclass
 class Clock:
-    """Seconds by phase, and since the start."""
+    """Seconds by phase, and since the start. A phase inside another counts by itself: no time counts twice."""
 
     started: float = field(default_factory=time.monotonic)
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _inside: list[str] = field(default_factory=list)
+    #: When the innermost phase began, or went on after one inside it.
+    _since: float = 0.0
+
+    def enter(self, name: str) -> None:
+        """Count the time from now on as ``name``, until :meth:`leave`."""
+        now = time.monotonic()
+        if self._inside:
+            self.phases[self._inside[-1]] += now - self._since
+        self._inside.append(name)
+        self._since = now
+
+    def leave(self) -> None:
+        """Go back to the phase that the last one lies in."""
+        now = time.monotonic()
+        self.phases[self._inside.pop()] += now - self._since
+        self._since = now
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside as ``name``."""
-        started = time.monotonic()
+        self.enter(name)
         try:
             yield
         finally:
-            self.phases[name] += time.monotonic() - started
+            self.leave()
+
+    def drawn(self, pairs: Iterable[T]) -> Iterator[T]:
+        """``pairs``, with the time that each takes to come counted as ``source``."""
+        waiting = iter(pairs)
+        while True:
+            self.enter("source")
+            try:
+                pair = next(waiting)
+            except StopIteration:
+                return
+            finally:
+                self.leave()
+            yield pair
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,14 @@ class UpdateReport:
     """What an update did.
 
     ``phases`` holds seconds of this side by phase: ``connect``, ``compare`` (with what was sent before), ``open``,
-    ``allocate`` and ``map`` (staging on this side and on the ranks'), ``pack``, ``wait`` (for a free slot), ``finish``
-    (until every rank has read everything), ``commit``, ``close``; and ``load``, the longest that any rank spent
-    applying, which overlaps the others. What ``seconds`` has beside them is the source's. ``staging_bytes`` is the peak
-    of staging memory on all devices together. ``plans`` says of each rank that this side fed, by ``engine <id> rank
-    <number>``, how it loaded: by a proven load plan or by the model's loader.
+    ``allocate`` and ``map`` (staging on this side and on the ranks'), ``source`` (what tensors took to come, and the
+    caller's time between calls), ``fill`` (checking tensors and choosing their places), ``pack``, ``wait`` (for a free
+    slot), ``finish`` (until every rank has read everything), ``commit``, ``close``. No time counts twice, and what
+    ``seconds`` has beside them is a pause of the engine. And ``load``, the longest that any rank spent applying, which
+    overlaps the others. ``rank_phases`` has the seconds of each rank that this side fed, by ``engine <id> rank
+    <number>``: ``map``, ``load``, ``finalize``, ``flush``, see :class:`sglang_recv.wire.RankSeconds`.
+    ``staging_bytes`` is the peak of staging memory on all devices together. ``plans`` says of each rank how it loaded:
+    by a proven load plan or by the model's loader.
     """
 
     version: str
@@ -60,6 +63,7 @@ class UpdateReport:
     phases: dict[str, float]
     staging_bytes: int
     plans: dict[str, PlanReport]
+    rank_phases: dict[str, dict[str, float]]
 
 
 class Session:
@@ -123,7 +127,7 @@ class Session:
         staging = self._rounds.staging
         source.begin(staging.look)
         guess = self._guess(source)
-        specs = source.specs() if guess is None else None
+        specs = self._specs(source) if guess is None else None
         chosen = sizes(source.packed(specs)) if guess is None else guess.sizes
         if guess is not None and source.names is None:
             # What comes may be far more than what came then: slots must not be smaller than they would be without it.
@@ -145,7 +149,7 @@ class Session:
                 if guess is None:
                     raise
                 # There was more memory then.
-                specs, guess = source.specs(), None
+                specs, guess = self._specs(source), None
                 chosen = sizes(source.packed(specs))
                 self._allocate(chosen)
         with self._clock.phase("open"):
@@ -160,7 +164,7 @@ class Session:
             # While the ranks map the slots; they learn what is sent instead before anything is.
             with self._clock.phase("compare"):
                 if not source.fits(guess) or not all(link.recalled for link in self._links):
-                    specs, guess = source.specs(), None
+                    specs, guess = self._specs(source), None
         if specs is not None and request.manifest is None:
             # The slots are what they are.
             peak = sizes(source.packed(specs)).peak + chosen.peak + staging.pools.nbytes
@@ -170,6 +174,14 @@ class Session:
         self._sizes = chosen
         if specs is not None:
             self._filler.announced = {spec.name: spec for spec in specs}
+
+    def _specs(self, source: Source) -> Sequence[TensorSpec] | None:
+        with self._clock.phase("fill"):
+            return source.specs()
+
+    def between_calls(self) -> contextlib.AbstractContextManager[None]:
+        """Counts the time inside as ``source``, except what calls of this session count otherwise."""
+        return self._clock.phase("source")
 
     def _guess(self, source: Source) -> Layout | None:
         """What this session may repeat. Engines before protocol 1.1 must be told everything."""
@@ -211,8 +223,10 @@ class Session:
         """
         self._check_sendable()
         kept = self._rounds.kept = isinstance(named_tensors, (Mapping, list, tuple))
-        with self._ends("sending"):
+        with self._ends("sending"), self._clock.phase("fill"):
             pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+            if not kept:
+                pairs = self._clock.drawn(pairs)
             if self._follower is not None:
                 pairs = self._followed(list(pairs)) if kept else self._followed_lazily(pairs)
             for name, tensor in pairs:
@@ -229,7 +243,7 @@ class Session:
             self.send(source.pairs)
             return
         self._check_sendable()
-        with self._ends("sending"):
+        with self._ends("sending"), self._clock.phase("fill"):
             self._rounds.kept = True
             self._follower.take_all(source.tensors, source.look)
 
@@ -269,7 +283,7 @@ class Session:
             When a rank refuses or fails; the session is over then.
         """
         self._check_open()
-        with self._ends("flushing"):
+        with self._ends("flushing"), self._clock.phase("fill"):
             if self._follower is not None and not self._follower.between_rounds:
                 self._leave()
             self._filler.flush()
@@ -278,7 +292,7 @@ class Session:
     def pad(self, rounds: int) -> None:
         """Send rounds without tensors until this sender has sent ``rounds``; see :meth:`flush`."""
         self._check_open()
-        with self._ends("padding"):
+        with self._ends("padding"), self._clock.phase("fill"):
             while self._rounds.sent < rounds:
                 if self._follower is None or not self._follower.pad():
                     self._leave()
@@ -344,6 +358,7 @@ class Session:
             phases={name: round(seconds, 6) for name, seconds in phases.items()},
             staging_bytes=self._rounds.staging.peak_bytes,
             plans={link.name: link.plan for link in self._links if link.plan is not None},
+            rank_phases={link.name: msgspec.to_builtins(link.spent) for link in self._links if link.spent is not None},
         )
         return self.report
 

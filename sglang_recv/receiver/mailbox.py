@@ -36,13 +36,16 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class SessionEnded:
-    """The session is over on the scheduler threads; ``error`` is None when it was committed."""
+    """The session is over on the scheduler threads; ``error`` is None when it was committed. ``finalize`` and ``flush``
+    are seconds of the commit, the flush of the KV cache apart."""
 
     session: str
     version: str
     error: RecvError | None
     wrote: bool
     fence: Any
+    finalize: float = 0.0
+    flush: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class _Session:
     loading: bool = False
     error: RecvError | None = None
     started: float = field(default_factory=time.monotonic)
+    flush_seconds: float = 0.0
 
 
 class Replicated:
@@ -248,6 +249,7 @@ class Replicated:
             )
             return False, str(error)
         self._publish("committing")
+        begun = time.monotonic()
         local = self._vote(lambda: self._finalise(session, carrier))
         if local is not None:
             self._end(local)
@@ -259,8 +261,12 @@ class Replicated:
         self._session = None
         self._mailbox.set_prepared("")
         self._publish()
-        self._mailbox.post(SessionEnded(session.id, carrier.version, None, session.writing, self._host.after_writes()))
-        seconds = time.monotonic() - session.started
+        fence, now, flush = self._host.after_writes(), time.monotonic(), session.flush_seconds
+        ended = SessionEnded(
+            session.id, carrier.version, None, session.writing, fence, finalize=now - begun - flush, flush=flush
+        )
+        self._mailbox.post(ended)
+        seconds = now - session.started
         logger.info("weight version %s committed: %d rounds in %.3f s", carrier.version, session.next_round, seconds)
         return True, f"weight version {carrier.version} committed"
 
@@ -276,11 +282,18 @@ class Replicated:
         self._finish_load(session)
         if session.writing:
             self._host.after_writes().synchronize()
-            if carrier.flush_cache and not self._host.flush_cache():
-                raise CommitError(
-                    "weights are written, but the engine refused to flush its KV cache",
-                    fix="pause the engine, let running requests finish, and send a full update",
-                )
+            if carrier.flush_cache:
+                self._flush(session)
+
+    def _flush(self, session: _Session) -> None:
+        begun = time.monotonic()
+        flushed = self._host.flush_cache()
+        session.flush_seconds = time.monotonic() - begun
+        if not flushed:
+            raise CommitError(
+                "weights are written, but the engine refused to flush its KV cache",
+                fix="pause the engine, let running requests finish, and send a full update",
+            )
 
     def _abort(self, carrier: AbortCarrier) -> None:
         if self._session is not None and self._session.id == carrier.session:

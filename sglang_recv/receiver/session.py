@@ -51,6 +51,7 @@ from sglang_recv.wire import (
     RankRead,
     RankReady,
     RankReport,
+    RankSeconds,
     ReleaseBuffer,
     Released,
     Repeat,
@@ -105,6 +106,10 @@ class _Live:
     finishing: bool = False
     aborted_by_sender: bool = False
     failed: bool = False
+    #: Seconds spent mapping, applying, and checking that nothing is missing; see :class:`RankSeconds`.
+    mapping: float = 0.0
+    loading: float = 0.0
+    checking: float = 0.0
 
 
 class RankSession:
@@ -385,8 +390,10 @@ class RankSession:
                     f"buffer {message.buffer} brings staging to {total} bytes, {live.staging_bytes} were announced",
                     fix="announce the peak in Open",
                 )
+            begun = time.monotonic()
             buffer = live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
             live.views[message.buffer] = manifest.Views(buffer.tensor())
+            live.mapping += time.monotonic() - begun
 
     def error(self, error: RecvError, session: str | None, peer: bytes | None = None) -> bool:
         """End ``session`` (None: whichever is live) with ``error``. False when ``peer`` is not its owner."""
@@ -452,6 +459,7 @@ class RankSession:
             return
         if event.round < live.rounds:
             live.done += 1
+            live.loading += event.seconds
             live.in_flight.pop(event.round, None)
             self._out.to_sender(live.peer, Ack(live.id, event.round, event.seconds))
             self._report_finished(live)
@@ -466,7 +474,7 @@ class RankSession:
             if live.state in ("finished", "prepared"):
                 self._keep(live)
             plan = live.applier.report() if live.applier is not None else None
-            self._over(live, Committed(live.id, event.version, plan))
+            self._over(live, Committed(live.id, event.version, plan, _spent(live, event)))
         elif live.aborted_by_sender and isinstance(event.error, SessionAbortedError):
             self._over(live, Aborted(live.id, event.error.message, state))
         else:
@@ -555,8 +563,10 @@ class RankSession:
             return
         assert live.applier is not None
         live.finishing = False
+        begun = time.monotonic()
         unread = tuple(name for name in live.applier.unread() if not self.catalog.skipped(name))
         missing = live.applier.missing() if live.kind == "full" else ()
+        live.checking += time.monotonic() - begun
         self._out.to_leader(RankFinished(live.id, self._rank, live.rounds, unread, missing))
 
     def _fail(self, error: RecvError) -> None:
@@ -608,6 +618,11 @@ class RankSession:
 def _described(message: Open) -> str:
     tensors = "streamed" if message.manifest is None else f"{len(message.manifest)} tensors announced"
     return f"{message.kind}, {tensors}, {message.staging_bytes >> 20} MiB of staging"
+
+
+def _spent(live: _Live, event: SessionEnded) -> RankSeconds:
+    seconds = (live.mapping, live.loading, live.checking + event.finalize, event.flush)
+    return RankSeconds(*(round(value, 6) for value in seconds))
 
 
 def _merge(live: _Live) -> None:

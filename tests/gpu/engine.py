@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu import shapes
+from sglang_recv.cli import shapes
 from support.server import EngineServer
 
 
@@ -18,17 +18,14 @@ class GpuServer(EngineServer):
         super().__init__(
             "installed",
             shapes.folder(model, root),
-            args=("--mem-fraction-static", shapes.MEMORY_FRACTION[model], *args),
+            args=(*shapes.engine_args(model, "cuda"), *args),
             receiver=receiver,
             ready_within=400,
         )
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
-        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup"]
-        command += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-        command += ["--disable-cuda-graph", "--disable-piecewise-cuda-graph", "--host", "127.0.0.1"]
-        command += ["--port", str(self._port)]
+        command += ["--skip-server-warmup", "--host", "127.0.0.1", "--port", str(self._port)]
         if self.receiver is not None:
             command += ["--weight-receiver", self.receiver]
         return [*command, *self.args]

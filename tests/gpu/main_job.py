@@ -7,39 +7,23 @@ functions are what tests/gpu/test_main_job.py asserts on.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.engine import GpuServer
+from sglang_recv.cli.bench import environment, saver_environment
 from support.server import RequestError
 
 TRAINER = Path(__file__).with_name("trainer.py")
-
-
-def preload() -> str:
-    """The memory saver's preload library for the CUDA major that torch was built for."""
-    import torch
-    import torch_memory_saver
-
-    site = Path(torch_memory_saver.__file__).parents[1]
-    major = str(torch.version.cuda).split(".")[0]
-    for name in (f"preload_cu{major}", "preload"):
-        found = site / f"torch_memory_saver_hook_mode_{name}.abi3.so"
-        if found.exists():
-            return str(found)
-    raise FileNotFoundError(f"no preload library of torch_memory_saver in {site}")
 
 
 def trainer(url: str, model: str, *args: str, saver: bool) -> dict[str, Any]:
@@ -50,11 +34,9 @@ def trainer(url: str, model: str, *args: str, saver: bool) -> dict[str, Any]:
 def run_trainer(script: Path, args: Sequence[str], *, saver: bool) -> dict[str, Any]:
     """Run a trainer script to its end, with ``saver`` under the memory saver's preload as slime does, and return the
     JSON object of its last line."""
-    environment = dict(os.environ)
     command = [sys.executable, str(script), *args]
-    if saver:
-        environment |= {"LD_PRELOAD": preload(), "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    variables = os.environ | (saver_environment() if saver else {})
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500, check=False)
     if done.returncode:
         raise RuntimeError(f"the trainer exited {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -159,19 +141,6 @@ def table(reports: list[dict[str, Any]]) -> str:
             *(f"       phases of update {i}: {json.dumps(run['phases'])}" for i, run in enumerate(plain["updates"])),
         ]
     return "\n".join(lines)
-
-
-def environment() -> dict[str, str]:
-    """What the figures were taken on."""
-    gpu = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    names = ("sglang", "torch", "torch_memory_saver", "cuda-bindings", "pyzmq", "msgspec")
-    versions = {name: metadata.version(name) for name in names}
-    return {"date": datetime.date.today().isoformat(), "gpu": gpu, "python": platform.python_version(), **versions}
 
 
 def main() -> None:

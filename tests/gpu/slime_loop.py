@@ -15,7 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.engine import GpuServer
-from gpu.main_job import environment, run_trainer
+from gpu.main_job import run_trainer
+from sglang_recv.cli.bench import environment
 
 TRAINER = Path(__file__).with_name("slime_trainer.py")
 #: With a CPU backup the engine's weights come back as they were, without one they are undefined until an update.

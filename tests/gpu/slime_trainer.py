@@ -28,8 +28,8 @@ from slime.backends.megatron_utils.update_weight import update_weight_from_tenso
 from slime.utils import distributed_utils
 from torch_memory_saver import torch_memory_saver
 
-from gpu import shapes
 from sglang_recv import WeightClient
+from sglang_recv.cli import shapes
 from sglang_recv.integrations.slime.updater import UpdateWeightFromVmm
 from sglang_recv.receiver.checksum import digest
 

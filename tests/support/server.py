@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import socket
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from sglang_recv.cli.server import has_ended
 from support.waiting import wait_until
 
 VERSIONS = ("0.5.23", "0.5.13")
@@ -230,7 +230,7 @@ class EngineServer:
 
     def alive(self) -> bool:
         """Whether the main process still runs."""
-        return self._process is not None and not _has_ended(self._process.pid, 0)
+        return self._process is not None and not has_ended(self._process.pid, 0)
 
     def stop(self, *, within: float = TERM_WITHIN) -> None:
         """End the whole process tree: SIGTERM, then SIGKILL after ``within`` seconds. May be called again."""
@@ -359,24 +359,15 @@ def _hold_port() -> tuple[socket.socket, int]:
     raise OSError("50 loopback ports in a row are taken")
 
 
-def _has_ended(pid: int, within: float) -> bool:
-    """Whether a child ends within some seconds; it stays a zombie, so that its id stays ours."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        return bool(select.select([pidfd], [], [], within)[0])
-    finally:
-        os.close(pidfd)
-
-
 def _end_session(process: subprocess.Popen[bytes], within: float) -> None:
     """End a process and its session.
 
     The leader is reaped last: as long as it is a zombie its id can't be given to anybody else's process group.
     """
     try:
-        if not _has_ended(process.pid, 0):
+        if not has_ended(process.pid, 0):
             process.send_signal(signal.SIGTERM)
-            _has_ended(process.pid, within)
+            has_ended(process.pid, within)
         # Whoever is left: schedulers that froze or lost their parent.
         os.killpg(process.pid, signal.SIGKILL)
         wait_until(lambda: not _session(process.pid), KILL_WITHIN, f"the session of {process.pid} has ended")

@@ -20,6 +20,7 @@ import torch
 
 from sglang_recv import WeightClient, manifest
 from sglang_recv.client import link as link_module
+from sglang_recv.client import rounds
 from sglang_recv.client import staging as staging_module
 from sglang_recv.client.client import new_session_id
 from sglang_recv.client.link import RankLink, combined, wait
@@ -205,6 +206,74 @@ def test_a_session_in_steps_fills_buckets_across_calls(one: Engine) -> None:
     check(one, 4.0, "v1")
     assert report.rounds == 1
     assert [name for name in calls(one)[0] if "proj" not in name] == ["embed", "norm"]
+
+
+def test_phases_inside_others_count_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = rounds.Clock()
+    work(0.5)
+
+    def fail() -> NoReturn:
+        work(2.0)
+        with clock.phase("wait"):
+            work(4.0)
+        raise KeyError("ends the phase all the same")
+
+    with clock.phase("fill"):
+        work(1.0)
+        with pytest.raises(KeyError), clock.phase("pack"):
+            fail()
+        work(8.0)
+
+    def source() -> Iterator[int]:
+        work(16.0)
+        yield 1
+        work(32.0)
+        yield 2
+        work(64.0)
+
+    drawn = []
+    with clock.phase("finish"):
+        for number in clock.drawn(source()):
+            work(128.0)
+            drawn.append(number)
+    found = {name: seconds for name, seconds in clock.phases.items() if seconds}
+    assert drawn == [1, 2]
+    assert found == {"fill": 9.0, "pack": 2.0, "wait": 4.0, "source": 112.0, "finish": 256.0}
+
+
+def test_a_report_says_where_the_time_went_on_both_sides(one: Engine) -> None:
+    slow = threading.Event()
+
+    def lazy() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in weights(3.0).items():
+            slow.wait(0.02)
+            yield pair
+
+    with client(one) as sender:
+        at_hand = sender.update(weights(1.0), "v1")
+        drawn = sender.update(lazy(), "v2")
+        with sender.open("v3") as session:
+            slow.wait(0.02)
+            session.send(weights(2.0))
+            steps = session.commit()
+    assert at_hand.phases["source"] == 0.0
+    assert drawn.phases["source"] >= 0.02 * len(weights(3.0))
+    assert steps.phases["source"] >= 0.02, "the caller's time between its calls"
+    for report in (at_hand, drawn, steps):
+        assert set(report.phases) == {*rounds.PHASES, "load"}
+        assert sum(report.phases[name] for name in rounds.PHASES) <= report.seconds + 1e-5, "of rounding"
+        ((name, spent),) = report.rank_phases.items()
+        assert name == f"engine {one.name} rank 0"
+        assert set(spent) == {"map", "load", "finalize", "flush"}
+        assert min(spent["map"], spent["load"], spent["finalize"]) > 0, spent
+        assert spent["load"] == report.phases["load"]
 
 
 def test_pause_is_undone_after_the_session_whatever_happens(one: Engine) -> None:

@@ -288,6 +288,7 @@ def test_events_carry_what_the_service_thread_needs(two: Engine) -> None:
     two.run(CommitCarrier(A, "v7"))
     for event in two.one(SessionEnded):
         assert (event.session, event.version, event.error, event.wrote) == (A, "v7", None, True)
+        assert min(event.finalize, event.flush) > 0
 
 
 def test_ranks_without_a_bucket_take_part(two: Engine) -> None:
@@ -307,8 +308,10 @@ def test_ranks_without_a_bucket_take_part(two: Engine) -> None:
 def test_a_commit_may_leave_the_cache(two: Engine) -> None:
     two.opened("partial")
     two.loaded(names="a")
-    two.committed(flush=False)
+    two.prepared()
+    two.run(CommitCarrier(A, "v1", flush_cache=False))
     assert all("flush" not in host.log for host in two.hosts)
+    assert [event.flush for event in two.one(SessionEnded)] == [0.0, 0.0]
 
 
 def test_a_commit_without_rounds_touches_nothing(two: Engine) -> None:

@@ -50,7 +50,7 @@ UNIONS: dict[str, Any] = {
     "Carrier": wire.Carrier,
 }
 PARTS: tuple[type[msgspec.Struct], ...] = (
-    *(TensorSpec, Entry, Bucket, wire.MemorySaver, RankInfo, RankTable, wire.Kept, wire.PlanReport),
+    *(TensorSpec, Entry, Bucket, wire.MemorySaver, RankInfo, RankTable, wire.Kept, wire.PlanReport, wire.RankSeconds),
 )
 CARRIERS = frozenset(typing.get_args(wire.Carrier))
 KINDS: dict[str, type[msgspec.Struct]] = {
