@@ -261,6 +261,8 @@ class ModelApplier:
         return _Watched(written, mode.read, recorder)
 
     def _refuse_filled(self, written: Ranges) -> None:
+        if not self._observations.filled:
+            return
         for name, parameter in self._model.named_parameters():
             if parameter.data_ptr() in self._observations.filled and parameter.data_ptr() in written:
                 raise ApplyError(

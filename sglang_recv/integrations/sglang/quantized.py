@@ -21,6 +21,7 @@ from sglang.srt.layers.quantization.unquant import (
     UnquantizedLinearMethod,
 )
 
+from sglang_recv.errors import StagingMemoryError
 from sglang_recv.receiver import probe
 
 _PLAIN: Final = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
@@ -53,6 +54,11 @@ def refusals(model: torch.nn.Module, names: Iterable[str]) -> tuple[str, ...]:
         The model, as it serves.
     names
         Tensors of its checkpoint, where that is known.
+
+    Raises
+    ------
+    StagingMemoryError
+        When the device has no such memory now.
     """
     found: dict[str, str] = {}
     tried: dict[tuple[Any, ...], str | None] = {}
@@ -127,9 +133,13 @@ def _changed_by_processing(module: torch.nn.Module, method: Any) -> str | None:
     kind = type(method).__name__
     try:
         changed = probe.changed_by(method.process_weights_after_loading, module)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
+        # Not a reason, which would be kept: there may be memory next time.
         size = sum(p.nbytes for p in module.parameters(recurse=False))
-        return f"{kind}: {size} more bytes on the device are needed to see what it does after loading"
+        raise StagingMemoryError(
+            f"what {kind} does after loading must be tried once, and the device has no {size} bytes for it: {error}",
+            fix="release the engine's KV cache for the first update, or lower --mem-fraction-static",
+        ) from None
     except Exception as error:  # whatever it is, what it would do to real weights is not known
         return f"{kind}: its step after loading fails on random bytes: {type(error).__name__}: {error}"
     return f"{kind}: after loading it changes {', '.join(changed)}" if changed else None
