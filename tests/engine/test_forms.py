@@ -84,10 +84,11 @@ def test_dummy_weights_become_what_a_fresh_load_is(checkpoints: Path, version: s
 def test_scales_of_the_kv_cache_in_a_checkpoint_are_refused(checkpoints: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(forms.folder("mla-fp8", checkpoints / "forms", 0), tmp_path / "scaled")
     names = [f"model.layers.{layer}.self_attn.{x}_proj.{x}_scale" for layer in range(3) for x in "kv"]
-    save_file({name: torch.tensor(0.5) for name in names}, folder / "scales.safetensors")
+    scales = {name: torch.tensor(0.5) for name in names}
+    save_file(scales, folder / "scales.safetensors")
     with server_of("0.5.23", folder) as server, weights.client(server) as client:
         with pytest.raises(RecvError, match=r"layers\.0\.self_attn\.k_proj\.k_scale: a scale of the KV cache"):
-            client.update(forms.tensors(forms.FORMS["mla-fp8"], 1), "never")
+            client.update({**forms.tensors(forms.FORMS["mla-fp8"], 1), **scales}, "never")
 
 
 @pytest.mark.parametrize("version", ["0.5.23", pytest.param("0.5.13", marks=pytest.mark.full)])
