@@ -66,7 +66,7 @@ _MEMORY_FRACTION: Final = {"tiny": "0.3", "0.6b": "0.3", "8b": "0.35", "30b": "0
 
 ON_CPU: Final = ("--device", "cpu", "--max-total-tokens", "4096")
 #: Nothing here asks for tokens, so nothing need be compiled for them.
-_ON_GPU: Final = (
+ON_GPU: Final = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
 )
@@ -77,7 +77,7 @@ def engine_args(model: str, device: str) -> tuple[str, ...]:
     dummy = ("--load-format", "dummy", "--skip-tokenizer-init")
     if device == "cpu":
         return (*dummy, *ON_CPU)
-    return (*dummy, *_ON_GPU, "--mem-fraction-static", _MEMORY_FRACTION[model])
+    return (*dummy, *ON_GPU, "--mem-fraction-static", _MEMORY_FRACTION[model])
 
 
 def folder(model: str, root: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -102,12 +102,23 @@ class Observations:
         The model of this rank. Nothing is kept across a change of its parameters' addresses; a memory saver keeps them.
     plans
         False for a receiver that always calls the loader.
+    filled
+        Finds the parameters that the engine fills by itself.
     """
 
-    def __init__(self, model: torch.nn.Module, *, plans: bool = True) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        plans: bool = True,
+        filled: Callable[[], Sequence[torch.nn.Parameter]] = tuple,
+    ) -> None:
         self._model = model
         self._plans = plans
         self._walk = _Walk(model)
+        self._find_filled = filled
+        #: Addresses of parameters that no tensor may be loaded into.
+        self.filled: frozenset[int] = frozenset()
         self._parameters: tuple[torch.nn.Parameter, ...] = ()
         #: Where parameters are and what form they have; a plan dies with it.
         self._forms: tuple[tuple[Any, ...], ...] = ()
@@ -131,6 +142,7 @@ class Observations:
             self._seen.clear()
             self._complete.clear()
             self._proven.clear()
+            self.filled = frozenset(parameter.data_ptr() for parameter in self._find_filled())
         return b""
 
     @staticmethod
@@ -178,7 +190,7 @@ class Observations:
         chain = next((chain for chain in reversed(self._complete.values()) if chain.keys[0] == key), None)
         if chain is not None and chain.verdict is None:
             self._proofs += 1
-            prove(chain, self._model, load)
+            prove(chain, self._model, load, self.filled)
             if chain.proven:
                 self._proven.update(chain.keys)
 
@@ -230,7 +242,9 @@ class ModelApplier:
             self._observations.prove(key, self._load)
         seen = self._observations.get(key)
         if seen is None:
-            seen = self._observations.put(key, bucket.layout, self._watch(bucket.tensors()))
+            watched = self._watch(bucket.tensors())
+            self._refuse_filled(watched.written)
+            seen = self._observations.put(key, bucket.layout, watched)
             self._loaded += len(bucket.layout)
         else:
             plan = self._observations.plan(key)
@@ -273,6 +287,16 @@ class ModelApplier:
             self._load(tensors)
         return _Watched(written, mode.read, recorder)
 
+    def _refuse_filled(self, written: Ranges) -> None:
+        if not self._observations.filled:
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.data_ptr() in self._observations.filled and parameter.data_ptr() in written:
+                raise ApplyError(
+                    f"a tensor was loaded into {name!r}, which the engine fills by itself",
+                    fix="leave it out (a scale of the KV cache): the engine would go on with a copy of the old one",
+                )
+
     def _load(self, tensors: Tensors) -> None:
         try:
             self._model.load_weights(tensors)
@@ -301,6 +325,8 @@ class ModelApplier:
         for part in self._written:
             written.update(part)
         for name, parameter in self._model.named_parameters():
+            if parameter.data_ptr() in self._observations.filled:
+                continue
             if parameter.data_ptr() in self._staged:
                 found.append(f"{name}: the loader keeps the staging memory itself instead of a copy")
             lacking = written.missing_bytes(parameter.data)

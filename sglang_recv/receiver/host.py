@@ -62,8 +62,14 @@ class Host(Protocol):
         """The version that the engine reports. Callable from any thread."""
 
     def begin_load(self) -> None:
-        """Bring the weights into the layout that loaders write (where the engine has such a step), and order this
-        thread's stream behind every stream that reads weights."""
+        """Bring the weights into the layout that loaders write (where the engine has such a step), :meth:`fill`, and
+        order this thread's stream behind every stream that reads weights."""
+
+    def filled(self) -> tuple[torch.nn.Parameter, ...]:
+        """Parameters that the engine fills by itself: no tensor of an update belongs there."""
+
+    def fill(self) -> None:
+        """Fill them."""
 
     def finish_load(self) -> None:
         """Undo :meth:`begin_load`, after the last load."""

@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -82,7 +82,7 @@ class Chain:
         return self.verdict == ""
 
 
-def prove(chain: Chain, model: torch.nn.Module, load: Load) -> None:
+def prove(chain: Chain, model: torch.nn.Module, load: Load, filled: Collection[int] = ()) -> None:
     """Decide whether the plans do all that the loader does, and set the verdict.
 
     Afterwards the parameters hold random bytes: the caller is about to write all of them. All else that the model holds
@@ -96,9 +96,11 @@ def prove(chain: Chain, model: torch.nn.Module, load: Load) -> None:
         The model. A buffer for random bytes is made on its device, of the size of the largest bucket, and freed again.
     load
         The model's own loader.
+    filled
+        Addresses of parameters that the engine fills by itself: they stay as they are.
     """
     started = time.monotonic()
-    chain.verdict = _attempt(lambda: _verdict(chain, model, load))
+    chain.verdict = _attempt(lambda: _verdict(chain, model, load, filled))
     chain.seconds = time.monotonic() - started
     logger.info(
         "load plan of %d buckets: %s, %.3f s; left to the loader: %s",
@@ -119,7 +121,7 @@ def _attempt(step: Callable[[], str | None]) -> str | None:
         return f"the proof failed: {type(error).__name__}: {error}"
 
 
-def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str | None:
+def _verdict(chain: Chain, model: torch.nn.Module, load: Load, filled: Collection[int]) -> str | None:
     if not any(len(bucket.recorded.rows) for bucket in chain.buckets):
         return "nothing is a plain copy"
     device = next(model.parameters()).device
@@ -131,7 +133,7 @@ def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str | None:
     try:
         aside = _SetAside(model)
         try:
-            return _attempt(lambda: _compare(chain, model, load, buffer))
+            return _attempt(lambda: _compare(chain, model, load, buffer, filled))
         finally:
             aside.restore()
     finally:
@@ -140,10 +142,10 @@ def _verdict(chain: Chain, model: torch.nn.Module, load: Load) -> str | None:
         buffer.close()
 
 
-def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBuffer) -> str:
+def _compare(chain: Chain, model: torch.nn.Module, load: Load, buffer: StagingBuffer, filled: Collection[int]) -> str:
     noise = _Noise(buffer, secrets.randbits(62))
     # What a recording leaves out must not be there already, from the load that was recorded.
-    noise.scramble(model)
+    noise.scramble(model, filled)
     for number, bucket in enumerate(chain.buckets):
         bucket.replay(noise.fill(number, bucket.layout), load)
     replayed = checksum.digests(model)
@@ -179,10 +181,10 @@ class _Noise:
         return bucket
 
     @torch.no_grad()
-    def scramble(self, model: torch.nn.Module) -> None:
-        """Random bytes in place of every parameter, but for items that may be indices."""
+    def scramble(self, model: torch.nn.Module, filled: Collection[int]) -> None:
+        """Random bytes in place of every parameter, but for items that may be indices and for what is ``filled``."""
         for number, parameter in enumerate(model.parameters()):
-            if not random_is_safe(parameter.dtype) or not parameter.numel():
+            if parameter.data_ptr() in filled or not random_is_safe(parameter.dtype) or not parameter.numel():
                 continue
             # Another parameter's bytes may be between its own.
             whole = parameter if parameter.is_contiguous() else torch.empty_like(parameter).contiguous()

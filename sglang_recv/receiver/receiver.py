@@ -73,7 +73,7 @@ class Receiver:
         if plans:
             copies.warm_up(host.device)
         self.mailbox = Mailbox()
-        observations = Observations(host.model(), plans=plans)
+        observations = Observations(host.model(), plans=plans, filled=host.filled)
         self.replicated = Replicated(
             host, self.mailbox, lambda kind: ModelApplier(host.model(), observations, full=kind == "full")
         )

@@ -82,7 +82,7 @@ class Replicated:
         self._mailbox = mailbox
         self._make_applier = make_applier
         self._session: _Session | None = None
-        self._stock = StockUpdates(host.model())
+        self._stock = StockUpdates(host.model(), host.filled)
         self._state = READY
         self._reason = ""
 
@@ -135,6 +135,7 @@ class Replicated:
                     fix="release memory only outside of a session",
                 )
             )
+        self._host.fill()  # whatever makes the weights whole again, nothing else fills these
         self._set_state(NEEDS_WEIGHTS, "the memory saver resumed them without a CPU backup")
 
     # --- carriers ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ once they have written every byte of every parameter, nothing is left of what ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,10 +24,13 @@ class StockUpdates:
     ----------
     model
         The model of this rank.
+    filled
+        Finds the parameters that the engine fills by itself.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, filled: Callable[[], Sequence[torch.nn.Parameter]] = tuple) -> None:
         self._model: Any = model
+        self._filled = filled
         self._written = Ranges()
 
     def forget(self) -> None:
@@ -49,5 +52,10 @@ class StockUpdates:
             del self._model.load_weights  # what hid the method of the class
 
     def whole(self) -> bool:
-        """True when every byte of every parameter was written."""
-        return not any(self._written.missing_bytes(parameter.data) for parameter in self._model.parameters())
+        """True when every byte of every parameter was written, but for those that the engine fills by itself."""
+        filled = {parameter.data_ptr() for parameter in self._filled()}
+        return not any(
+            self._written.missing_bytes(parameter.data)
+            for parameter in self._model.parameters()
+            if parameter.data_ptr() not in filled
+        )

@@ -154,6 +154,13 @@ class Host:
     def begin_load(self) -> None:
         """See Host."""
 
+    def filled(self) -> tuple[torch.nn.Parameter, ...]:
+        """See Host."""
+        return ()
+
+    def fill(self) -> None:
+        """See Host."""
+
     def finish_load(self) -> None:
         """See Host."""
 

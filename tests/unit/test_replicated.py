@@ -126,6 +126,12 @@ class FakeHost:
             raise self.begin_fails
         self.log.append("begin_load")
 
+    def filled(self) -> tuple[torch.nn.Parameter, ...]:
+        return ()
+
+    def fill(self) -> None:
+        self.log.append("fill")
+
     def finish_load(self) -> None:
         self.log.append("finish_load")
 
@@ -427,6 +433,12 @@ def needing(engine: Engine) -> None:
 SPOILT = pytest.mark.parametrize(("spoil", "state"), [(poisoned, "poisoned"), (needing, "needs_weights")])
 
 
+def test_what_the_engine_fills_is_filled_when_the_memory_is_back(two: Engine) -> None:
+    """A stock reload may be what makes the rest whole, and it fills nothing."""
+    needing(two)
+    assert [host.log for host in two.hosts] == [["fill"], ["fill"]]
+
+
 @SPOILT
 def test_what_is_not_whole_takes_full_updates_alone(two: Engine, spoil: Callable[[Engine], None], state: str) -> None:
     spoil(two)
@@ -493,7 +505,7 @@ def test_weights_lost_before_the_first_write_end_the_session(two: Engine, kind: 
         side.resumed_without_backup()
     ended = two.one(SessionEnded)
     assert [(end.session, end.wrote, end.error.code) for end in ended] == [(A, False, "WEIGHTS_RELEASED")] * 2
-    assert [host.log for host in two.hosts] == [[], []], "what was never begun is not finished"
+    assert [host.log for host in two.hosts] == [["fill"], ["fill"]], "what was never begun is not finished"
     two.check("needs_weights", True, "")
     two.put(A, 0)
     assert two.run(LoadCarrier(A, 0)) == [None, None]

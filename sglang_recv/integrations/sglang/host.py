@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from sglang.version import __version__ as sglang_version
 from sglang_recv import wire
 from sglang_recv.channel import Wakeup
 from sglang_recv.collective import gather_bytes
-from sglang_recv.receiver.catalog import LOADED_TOGETHER
+from sglang_recv.integrations.sglang import quantized
+from sglang_recv.receiver.catalog import LOADED_TOGETHER, read_headers
 from sglang_recv.wire import Carrier, MemorySaver
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,14 @@ class SGLangHost:
     def _packed_for_amx(self) -> bool:
         return any(getattr(module, "use_intel_amx_backend", False) for module in self.model().modules())
 
+    @cached_property
+    def _with_kv_scales(self) -> tuple[torch.nn.Module, ...]:
+        return quantized.layers_with_kv_scales(self.model())
+
+    @cached_property
+    def _quantized(self) -> tuple[str, ...]:
+        return quantized.refusals(self.model(), read_headers(Path(self.model_path)))
+
     # --- facts -------------------------------------------------------------------------------------------------------
 
     def model(self) -> torch.nn.Module:
@@ -111,9 +121,7 @@ class SGLangHost:
         found = []
         quantization = getattr(self._runner.model_config, "quantization", None)
         if quantization:
-            found.append(
-                f"quantization {quantization!r}: its weights are packed after loading, and no tested way unpacks them"
-            )
+            found += [f"quantization {quantization!r}: {reason}" for reason in self._quantized]
         if getattr(self._updater, "_session", None) is not None:
             found.append("a weight update session of SGLang's own is open: call /end_weight_update first")
         if self._packed_for_amx:
@@ -206,6 +214,7 @@ class SGLangHost:
             for stream in self._streams():
                 current.wait_stream(stream)
                 stream.wait_stream(current)
+        self.fill()  # before it: what SGLang does after loading reads these
         if self._has_session:
             self._runner.weight_updater.begin_weight_update()
 
@@ -213,6 +222,15 @@ class SGLangHost:
         """See Host. ``load_weights`` has run, and with it what models derive after loading."""
         if self._has_session:
             self._runner.weight_updater.end_weight_update(run_post_load=False)
+
+    def filled(self) -> tuple[torch.nn.Parameter, ...]:
+        """See Host."""
+        return tuple(parameter for parameter, _ in quantized.kv_scales(self._with_kv_scales))
+
+    def fill(self) -> None:
+        """See Host."""
+        for parameter, value in quantized.kv_scales(self._with_kv_scales):
+            parameter.data.fill_(value)
 
     def after_writes(self) -> _NoFence | _Fences:
         """See Host."""

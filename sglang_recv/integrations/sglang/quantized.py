@@ -1,0 +1,145 @@
+"""Quantized models: which of them may be updated in place, and which of their parameters the engine fills itself.
+
+SGLang's loaders write what a checkpoint holds, and ``process_weights_after_loading`` makes of it what kernels want. An
+update by ``load_weights`` alone is right where that second step changes nothing. This is so for fp8 with a scale for
+each block of a checkpoint's weights, unless a kernel wants another layout (DeepGEMM's scales on Blackwell, Marlin's
+weights, shuffled experts). Nothing tells from outside, so the step is tried on random bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+
+from sglang_recv.errors import StagingMemoryError
+from sglang_recv.receiver import probe
+
+_PLAIN: Final = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
+#: Weights, each with its scale, by the exact type of a layer's method: a subclass may do anything.
+_PAIRS: Final[dict[type, tuple[tuple[str, str], ...]]] = {
+    Fp8LinearMethod: (("weight", "weight_scale_inv"),),
+    Fp8MoEMethod: (("w13_weight", "w13_weight_scale_inv"), ("w2_weight", "w2_weight_scale_inv")),
+}
+#: What a method has set when it keeps other items than a checkpoint's, by what that means.
+_OTHER_ITEMS: Final = {
+    "use_mxfp8": "scales of the MX format",
+    "use_marlin": "weights packed for Marlin",
+    "is_fp4_expert": "experts of 4 bits",
+    "convert_mxfp8_to_block": "weights converted from the MX format",
+    "block_fp8_as_mxfp8": "weights converted to the MX format",
+}
+_KV_SCALES: Final = ("k_scale", "v_scale")
+_KV_SCALE_NAME: Final = re.compile(r"\.(k|v|kv)_scale$")
+
+
+def refusals(model: torch.nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Why a quantized model cannot be updated in place: for each reason the first layer that has it.
+
+    It needs memory for one more layer of each shape, on the device, for a moment. Weights are not read: a memory saver
+    may have released them.
+
+    Parameters
+    ----------
+    model
+        The model, as it serves.
+    names
+        Tensors of its checkpoint, where that is known.
+
+    Raises
+    ------
+    StagingMemoryError
+        When the device has no such memory now.
+    """
+    found: dict[str, str] = {}
+    tried: dict[tuple[Any, ...], str | None] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or isinstance(method, (*_PLAIN, BaseKVCacheMethod)):
+            continue
+        reason = _other_form(module, method)
+        if reason is None:
+            kind = (type(method), *((p.dtype, tuple(p.shape), p.stride()) for p in module.parameters(recurse=False)))
+            if kind not in tried:
+                tried[kind] = _changed_by_processing(module, method)
+            reason = tried[kind]
+        if reason is not None:
+            found.setdefault(reason, name)
+    scale = next((name for name in names if _KV_SCALE_NAME.search(name)), None)
+    if scale is not None:
+        found.setdefault("a scale of the KV cache, of which loaders leave a copy behind", scale)
+    return tuple(f"{name}: {reason}" for reason, name in found.items())
+
+
+def layers_with_kv_scales(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Attention layers of an fp8 model that have scales of the KV cache for parameters."""
+    return tuple(m for m in model.modules() if isinstance(getattr(m, "quant_method", None), BaseKVCacheMethod))
+
+
+def kv_scales(layers: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, float]]:
+    """Parameters that no checkpoint fills, and what belongs there: 1.0, unless somebody has set another scale."""
+    for layer in layers:
+        for name in _KV_SCALES:
+            parameter, value = getattr(layer, name, None), getattr(layer, f"{name}_float", None)
+            if isinstance(parameter, torch.nn.Parameter) and isinstance(value, float):
+                yield parameter, value
+
+
+def _other_form(module: torch.nn.Module, method: Any) -> str | None:
+    """Why the parameters of a layer are not those that its loaders were made for; None when they are."""
+    kind = type(method).__name__
+    pairs = _PAIRS.get(type(method))
+    if pairs is None:
+        return f"{kind}: only fp8 with scales for blocks is known to keep its weights as loaders write them"
+    block = getattr(method.quant_config, "weight_block_size", None)
+    if not method.block_quant or block is None:
+        return f"{kind} without scales for blocks: its weights are transposed or quantized again after loading"
+    if not method.quant_config.is_checkpoint_fp8_serialized:
+        return f"{kind} of a checkpoint that is not fp8: its weights are quantized after loading"
+    for flag, meaning in _OTHER_ITEMS.items():
+        if getattr(method, flag, False):
+            return f"{kind} with {meaning}"
+    for weight_name, scale_name in pairs:
+        weight, scale = getattr(module, weight_name, None), getattr(module, scale_name, None)
+        if not isinstance(weight, torch.nn.Parameter) or not isinstance(scale, torch.nn.Parameter):
+            return f"{kind} has no parameters {weight_name} and {scale_name}"
+        for name, parameter in ((weight_name, weight), (scale_name, scale)):
+            if not callable(getattr(parameter, "weight_loader", None)):
+                return f"{kind}: {name} was replaced by one without a loader"
+            if not parameter.is_contiguous():
+                return f"{kind}: {name} has the strides {parameter.stride()}"
+        if weight.dtype != torch.float8_e4m3fn:
+            return f"{kind}: {weight_name} is {weight.dtype}, loaders write torch.float8_e4m3fn"
+        blocks = (*weight.shape[:-2], *(-(-n // b) for n, b in zip(weight.shape[-2:], block, strict=True)))
+        if scale.dtype != torch.float32 or tuple(scale.shape) != blocks or getattr(scale, "format_ue8m0", False):
+            return (
+                f"{kind}: {scale_name} is {scale.dtype} of shape {list(scale.shape)}, loaders write torch.float32 of "
+                f"shape {list(blocks)}"
+            )
+    return None
+
+
+def _changed_by_processing(module: torch.nn.Module, method: Any) -> str | None:
+    """What SGLang's step after loading changes in a layer like this one; None when it changes nothing."""
+    kind = type(method).__name__
+    try:
+        changed = probe.changed_by(method.process_weights_after_loading, module)
+    except torch.OutOfMemoryError as error:
+        # Not a reason, which would be kept: there may be memory next time.
+        size = sum(p.nbytes for p in module.parameters(recurse=False))
+        raise StagingMemoryError(
+            f"what {kind} does after loading must be tried once, and the device has no {size} bytes for it: {error}",
+            fix="release the engine's KV cache for the first update, or lower --mem-fraction-static",
+        ) from None
+    except Exception as error:  # whatever it is, what it would do to real weights is not known
+        return f"{kind}: its step after loading fails on random bytes: {type(error).__name__}: {error}"
+    return f"{kind}: after loading it changes {', '.join(changed)}" if changed else None
