@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -19,6 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_recv.errors import EngineLostError
+
+#: Below the range that the kernel gives to outgoing connections: a port found free here is still free 10 s later, when
+#: the server binds it, unless another server picked the same one. SGLang also needs the port 10,000 above it.
+_PORTS: Final = range(20000, 32000)
 
 READY_SECONDS: Final = 300.0
 STOP_SECONDS: Final = 20.0
@@ -110,9 +115,8 @@ def serve(model: Path, root: Path, args: Sequence[str], *, ready_seconds: float 
     EngineLostError
         With the end of its log, when it ends or is not ready within ``ready_seconds``.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    held, port = hold_port()
+    held.close()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--skip-server-warmup", "--weight-receiver", "vmm", *args]
     environment = os.environ | {
@@ -151,3 +155,23 @@ def _wait_ready(server: Server, seconds: float) -> None:
             raise EngineLostError(
                 f"the server was not ready within {seconds:.0f} s", fix=LOG_FIX, details=server.tail()
             )
+
+
+def hold_port() -> tuple[socket.socket, int]:
+    """A listening socket on a free loopback port; close it just before a server starts there.
+
+    Raises
+    ------
+    OSError
+        When 50 ports in a row are taken.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 50):
+        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            held.bind(("127.0.0.1", port))
+            held.listen(1)
+        except OSError:
+            held.close()
+            continue
+        return held, port
+    raise OSError("50 loopback ports in a row are taken")

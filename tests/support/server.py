@@ -9,11 +9,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import urllib.error
@@ -23,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from sglang_recv.cli.server import has_ended
+from sglang_recv.cli.server import has_ended, hold_port
 from support.waiting import wait_until
 
 VERSIONS = ("0.5.23", "0.5.13")
@@ -40,9 +38,6 @@ READY_WITHIN = 120.0
 TERM_WITHIN = 20.0
 KILL_WITHIN = 10.0
 
-# Below the range that the kernel gives to outgoing connections: a port found free here is still free 10 s later, when
-# the server binds it, unless another server picked the same one.
-_PORTS = range(20000, 32000)
 _CLASH = re.compile(r"address already in use", re.IGNORECASE)
 _START_TRIES = 3
 
@@ -168,7 +163,7 @@ class EngineServer:
         # Short on purpose: a Unix socket's path may have 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="sr-"))
         (self._folder / "recv").mkdir(mode=0o700)
-        held, self._port = _hold_port()
+        held, self._port = hold_port()
         log_dir = self._log_dir or self._folder
         log_dir.mkdir(parents=True, exist_ok=True)
         self._log = log_dir / f"server-{self.version}-tp{self.tp}-{self._port}.log"
@@ -343,20 +338,6 @@ def _parse(body: bytes) -> Any:
         return json.loads(body)
     except ValueError:
         return body.decode(errors="replace")
-
-
-def _hold_port() -> tuple[socket.socket, int]:
-    """A listening socket on a free loopback port; close it just before the server starts."""
-    for port in random.SystemRandom().sample(_PORTS, 50):
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            held.bind(("127.0.0.1", port))
-            held.listen(1)
-        except OSError:
-            held.close()
-            continue
-        return held, port
-    raise OSError("50 loopback ports in a row are taken")
 
 
 def _end_session(process: subprocess.Popen[bytes], within: float) -> None:
