@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_recv import WeightClient, manifest
+from sglang_recv import WeightClient, manifest, wire
 from sglang_recv.client import link as link_module
 from sglang_recv.client import staging as staging_module
 from sglang_recv.client.client import new_session_id
@@ -27,6 +27,7 @@ from sglang_recv.client.select import Pair
 from sglang_recv.client.session import Progress, Session
 from sglang_recv.errors import (
     ApplyError,
+    BadBufferError,
     BusyError,
     CommitError,
     DeadlineError,
@@ -678,6 +679,16 @@ def test_a_second_session_is_refused_until_it_takes_over(one: Engine) -> None:
     check(one, 2.0, "v2")
 
 
+def test_a_refused_buffer_does_not_hide_why_the_session_ended(one: Engine) -> None:
+    """The rank's socket for buffers only knows that the session is gone."""
+    with client(one) as first, client(one) as second, contextlib.ExitStack() as stack:
+        session = stack.enter_context(first.open("v1"))
+        second.update(weights(2.0), "v2", takeover=True)
+        with pytest.raises(SessionAbortedError, match="taken over by sender"):
+            session.send([("embed", torch.zeros(SLOT))])  # larger than a slot
+    check(one, 2.0, "v2")
+
+
 def _no_memory(device: torch.device, nbytes: int) -> NoReturn:
     raise StagingMemoryError(f"no {nbytes} bytes on {device}", fix="free some")
 
@@ -902,6 +913,10 @@ def nothing(link: FakeLink) -> None:
     pass
 
 
+def acknowledge(link: FakeLink) -> None:
+    link._take(Ack("s", 0, 0.1))
+
+
 ABORTED = SessionAbortedError("another rank refused", fix="see that rank")
 CAUSE = ApplyError("boom", fix="report it", details=("line",))
 
@@ -958,7 +973,7 @@ def test_an_answer_that_comes_just_after_the_lease_leaves_no_error(clock: Clock,
 
 def test_any_word_of_a_rank_is_a_sign_of_life(clock: Clock) -> None:
     link = FakeLink("rank 0")
-    link.later = [nothing] * 40 + [lambda link: link._take(Ack("s", 0, 0.1))] + [nothing] * 40 + [say(None)]
+    link.later = [nothing] * 40 + [acknowledge] + [nothing] * 40 + [say(None)]
     assert waited(link, lease=5.0) is None
     assert clock.now > 8.0
 
@@ -983,6 +998,52 @@ def test_what_a_rank_said_before_it_closed_is_heard(clock: Clock, news: RecvErro
     error = waited(link)
     assert error is None if news is None else same(error, news), error
     assert clock.now == pytest.approx(delay / 10), "nobody waits longer than for the word"
+
+
+class Refusing:
+    """The other end of a link's Unix connection, which does not map what it is offered."""
+
+    def __init__(self, how: BaseException) -> None:
+        self._how = how
+
+    def recv(self, timeout: float) -> tuple[bytes, None]:
+        if isinstance(self._how, RecvError):
+            return wire.encode(Error.of(self._how)), None
+        raise self._how
+
+
+GONE = SessionStateError("session 01234567 is not open on rank 0", fix="open a session; it may have ended")
+REFUSED = BadBufferError("no memfd", fix="offer one")
+
+
+@pytest.mark.parametrize(
+    ("how", "delay", "raised"),
+    [
+        (GONE, 0, CAUSE),
+        (GONE, 5, CAUSE),
+        (GONE, 30, GONE),
+        (EOFError(), 5, CAUSE),
+        (EOFError(), 30, EngineLostError),
+        (TimeoutError(), 0, CAUSE),
+        (TimeoutError(), 1, DeadlineError),
+        (REFUSED, 1, REFUSED),
+    ],
+    ids=["known", "later", "too late", "closed", "closed for good", "silent", "silent for good", "its own cause"],
+)
+def test_what_a_rank_says_goes_before_what_its_socket_for_buffers_says(
+    clock: Clock, how: BaseException, delay: int, raised: Any
+) -> None:
+    link = FakeLink("rank 0")
+    link.fds = Refusing(how)  # type: ignore[assignment]
+    link.dealer.socket = SimpleNamespace(poll=lambda _: clock.poll(100))  # type: ignore[assignment]
+    link.later = [*[acknowledge] * delay, say(CAUSE)]  # of which an Ack does not end the wait
+    with pytest.raises(RecvError) as caught:
+        link.mapped(1.0)
+    if isinstance(raised, RecvError):
+        assert same(caught.value, raised)
+    else:
+        assert isinstance(caught.value, raised)
+    assert clock.now < 2.5
 
 
 def test_a_rank_that_says_nothing_more_is_not_waited_for(clock: Clock) -> None:
