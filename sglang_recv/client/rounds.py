@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from sglang_recv.client.link import RankLink, combined, wait
+from sglang_recv.client.link import RankLink, wait
 from sglang_recv.client.pack import Prepared, Tables
 from sglang_recv.client.staging import Buffer, Staging
 from sglang_recv.wire import Load, ReleaseBuffer, Repeat
@@ -147,9 +147,9 @@ class Rounds:
         self.nbytes += nbytes
         for link in self._links:
             link.pump()
-        failed = [link for link in self._links if link.error is not None]
-        if failed:
-            raise combined(failed)
+        if any(link.error is not None for link in self._links):
+            # Raises: the cause, though the ranks that only follow the one that failed may say so before it does.
+            self.wait(lambda link: False, f"round {self.sent - 1}")
         if self._on_progress is not None and buffer is not None:
             self._on_progress(Progress(self.tensors, self.nbytes, time.monotonic() - self._clock.started))
 
