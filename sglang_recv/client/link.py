@@ -22,6 +22,7 @@ from sglang_recv.errors import (
     EngineLostError,
     RecvError,
     SessionAbortedError,
+    SessionStateError,
 )
 from sglang_recv.fdpass import FdConnection
 from sglang_recv.wire import (
@@ -168,15 +169,14 @@ class RankLink:
         try:
             yield self.fds
         except TimeoutError as error:
-            raise DeadlineError(
+            self.pump()
+            raise self.error or DeadlineError(
                 f"{self.name}: no answer to {what} within {timeout:.1f} s; it was last: {self.activity or 'no report'}",
                 fix="raise deadline=, or look at the engine's log",
             ) from error
         except (OSError, EOFError) as error:
             # Why it hung up is on its way on the other socket.
-            self.dealer.socket.poll(int(_LAST_WORDS * 1000))
-            self.pump()
-            raise self.error or EngineLostError(
+            raise self._last_words() or EngineLostError(
                 f"{self.name} closed its socket {self.info.fds} during {what}: {error!r}",
                 fix="look at the engine's log",
             ) from error
@@ -185,12 +185,24 @@ class RankLink:
         raw = self._early.popleft() if self._early else _packet(fds, timeout)
         answer = wire.decode(raw, wire.FdReply)
         if isinstance(answer, Error):
-            raise answer.exception()
+            refused = answer.exception()
+            # "Not open" is what is left of a session whose end is told, with its cause, on the other socket.
+            raise (self._last_words() if isinstance(refused, SessionStateError) else None) or refused
         if not isinstance(answer, expected):
             raise BadMessageError(
                 f"{self.name} answered {type(answer).__name__}",
                 fix="install the same version of sglang-recv on both sides",
             )
+
+    def _last_words(self) -> RecvError | None:
+        """The error of the rank itself, which may still be on its way; None when it says nothing in time."""
+        until = time.monotonic() + _LAST_WORDS
+        while True:
+            self.pump()
+            left = until - time.monotonic()
+            if self.over or left <= 0:
+                return self.error
+            self.dealer.socket.poll(max(1, int(left * 1000)))
 
     def hung_up(self) -> bool:
         """True when the rank's end of the Unix connection is closed."""

@@ -18,6 +18,10 @@ from sglang_recv.memory import ExportableBuffer, allocate
 TABLE_BYTES: Final = 2 << 20
 
 
+#: Kernels are kept for so many times the tensors of their bucket, on each device: whoever sends them in the same parts
+#: every time needs each once.
+_KEPT: Final = 4
+
 #: Up to so many tensors torch's copies cost no more than a kernel with its table.
 _FEW: Final = 4
 
@@ -54,6 +58,10 @@ class Tables:
         """A kernel that packs tensors ``first`` to ``last`` - 1, which are contiguous; None without triton."""
         key = device, first, last
         if key not in self._made:
+            parts = [part for part in self._made if part[0] == device]
+            if sum(end - start for _, start, end in parts) + last - first > _KEPT * len(self._sizes):
+                for part in parts:  # the parts vary: those that come again are made again
+                    del self._made[part]
             rows = [(i, 0, i, 0, size, 1, 0, 0, 1, 0, 0) for i, size in enumerate(self._sizes[first:last].tolist())]
             made = copier(table(rows), device)
             self._made[key] = None if isinstance(made, TorchCopier) else made

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import numpy as np
 import torch
 
-from sglang_recv.client.link import RankLink, combined, wait
+from sglang_recv.client.link import RankLink, wait
 from sglang_recv.client.pack import Pending, Prepared, Tables
 from sglang_recv.client.pool import Place
 from sglang_recv.client.staging import Buffer, Staging
@@ -225,9 +225,9 @@ class Rounds:
         self.nbytes += nbytes
         for link in self._links:
             link.pump()
-        failed = [link for link in self._links if link.error is not None]
-        if failed:
-            raise combined(failed)
+        if any(link.error is not None for link in self._links):
+            # Raises: the cause, though the ranks that only follow the one that failed may say so before it does.
+            self.wait(lambda link: False, f"round {self.sent - 1}")
         self._let_go()
         if lent is not None and not self.kept:
             self.wait_read(self.staging.pools.smallest // 4)  # the source needs its pool back while it goes on

@@ -151,7 +151,7 @@ class Memory:
         """Keep a committed session."""
         self._sessions.pop(token, None)
         self._sessions[token] = tuple(rounds)
-        while len(self._sessions) > MAX_REMEMBERED or self._tensors() > MAX_TENSORS:
+        while len(self._sessions) > MAX_REMEMBERED or self._entries() > MAX_TENSORS:
             self._sessions.pop(next(iter(self._sessions)))
 
     def get(self, token: str) -> tuple[Round, ...] | None:
@@ -161,5 +161,7 @@ class Memory:
             self._sessions[token] = found
         return found
 
-    def _tensors(self) -> int:
-        return sum(len(layout) for rounds in self._sessions.values() for part in rounds for layout in part.layouts)
+    def _entries(self) -> int:
+        """Tensors, buckets and rounds together: empty ones take memory too."""
+        rounds = [part for session in self._sessions.values() for part in session]
+        return len(rounds) + sum(1 + len(layout) for part in rounds for layout in part.layouts)

@@ -163,6 +163,8 @@ class RankSession:
         self._live: _Live | None = None
         self._waiting: tuple[bytes, Open] | None = None
         self._memory = Memory()
+        #: The session that the catalog was learned from.
+        self._learned: tuple[Round, ...] | None = None
         #: Ids of the last sessions, oldest first: what still flies around of one must not meet another of the same id.
         self._used: dict[str, None] = {}
 
@@ -211,7 +213,8 @@ class RankSession:
         self._live = _Live(
             message.session, message.kind, peer, message.sender, now, now, announced, message.staging_bytes
         )
-        self._live.recalled = self._memory.get(message.recall) if message.recall else None
+        if announced is None:  # else every round is checked against the announcement, and a Repeat names no tensors
+            self._live.recalled = self._memory.get(message.recall)
         logger.info("session %s of %s opens: %s", message.session[:8], message.sender, _described(message))
         self._out.to_leader(RankOpened(message.session, self._rank, message.kind, message.sender, message.takeover))
 
@@ -549,12 +552,16 @@ class RankSession:
     def _keep(self, live: _Live) -> None:
         """Remember what was committed. A failure here must not hide the commit."""
         try:
-            if live.kind == "full" and (live.recalled is None or len(live.history) != len(live.recalled)):
+            rounds = tuple(live.history)
+            same = live.recalled if live.recalled is not None and len(rounds) == len(live.recalled) else rounds
+            # Nothing is learned twice in a row, but there may be another between a session and the one that repeats it.
+            if live.kind == "full" and same is not self._learned:
                 _merge(live)
                 if live.seen:
                     self._catalog = self.catalog.learn(live.seen.values())
+                    self._learned = same
             if live.remember:
-                self._memory.put(live.remember, live.history)
+                self._memory.put(live.remember, rounds)
         except Exception:
             logger.exception("the committed manifest was not learned")
 

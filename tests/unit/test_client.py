@@ -18,16 +18,19 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_recv import WeightClient, manifest
+from sglang_recv import WeightClient, manifest, wire
 from sglang_recv.client import link as link_module
 from sglang_recv.client import rounds
 from sglang_recv.client import staging as staging_module
 from sglang_recv.client.client import new_session_id
 from sglang_recv.client.link import RankLink, combined, wait
+from sglang_recv.client.rounds import Clock as RoundsClock
+from sglang_recv.client.rounds import Rounds
 from sglang_recv.client.select import Pair
 from sglang_recv.client.session import Progress, Session
 from sglang_recv.errors import (
     ApplyError,
+    BadBufferError,
     BusyError,
     CommitError,
     DeadlineError,
@@ -46,7 +49,7 @@ from sglang_recv.errors import (
 )
 from sglang_recv.memory import ExportableBuffer
 from sglang_recv.receiver import service as service_module
-from sglang_recv.wire import AbortCarrier, Aborted, Ack, Committed, Error, LoadCarrier, OpenCarrier, RankInfo
+from sglang_recv.wire import AbortCarrier, Aborted, Ack, Committed, Error, Load, LoadCarrier, OpenCarrier, RankInfo
 from support.rank import PATIENCE, Engine, weights
 from support.waiting import wait_until
 
@@ -747,6 +750,16 @@ def test_a_second_session_is_refused_until_it_takes_over(one: Engine) -> None:
     check(one, 2.0, "v2")
 
 
+def test_a_refused_buffer_does_not_hide_why_the_session_ended(one: Engine) -> None:
+    """The rank's socket for buffers only knows that the session is gone."""
+    with client(one) as first, client(one) as second, contextlib.ExitStack() as stack:
+        session = stack.enter_context(first.open("v1"))
+        second.update(weights(2.0), "v2", takeover=True)
+        with pytest.raises(SessionAbortedError, match="taken over by sender"):
+            session.send([("embed", torch.zeros(SLOT))])  # larger than a slot
+    check(one, 2.0, "v2")
+
+
 def _no_memory(device: torch.device, nbytes: int) -> NoReturn:
     raise StagingMemoryError(f"no {nbytes} bytes on {device}", fix="free some")
 
@@ -861,7 +874,10 @@ def test_an_engine_that_ends_in_mid_session_is_lost() -> None:
         session = stack.enter_context(sender.open("v1"))
         session.send([("norm", weights(1.0)["norm"])])
         engine.rank[0].service.close()
-        with pytest.raises(EngineLostError, match="closed its (connection|socket)"):
+        # Which of the two depends on whether it had mapped the slots by then.
+        with pytest.raises(
+            EngineLostError, match=r"closed its connection while|closed its socket .* during OfferBuffer"
+        ):
             session.commit()
         assert mapped() == before
 
@@ -971,6 +987,10 @@ def nothing(link: FakeLink) -> None:
     pass
 
 
+def acknowledge(link: FakeLink) -> None:
+    link._take(Ack("s", 0, 0.1))
+
+
 ABORTED = SessionAbortedError("another rank refused", fix="see that rank")
 CAUSE = ApplyError("boom", fix="report it", details=("line",))
 
@@ -1027,7 +1047,7 @@ def test_an_answer_that_comes_just_after_the_lease_leaves_no_error(clock: Clock,
 
 def test_any_word_of_a_rank_is_a_sign_of_life(clock: Clock) -> None:
     link = FakeLink("rank 0")
-    link.later = [nothing] * 40 + [lambda link: link._take(Ack("s", 0, 0.1))] + [nothing] * 40 + [say(None)]
+    link.later = [nothing] * 40 + [acknowledge] + [nothing] * 40 + [say(None)]
     assert waited(link, lease=5.0) is None
     assert clock.now > 8.0
 
@@ -1052,6 +1072,52 @@ def test_what_a_rank_said_before_it_closed_is_heard(clock: Clock, news: RecvErro
     error = waited(link)
     assert error is None if news is None else same(error, news), error
     assert clock.now == pytest.approx(delay / 10), "nobody waits longer than for the word"
+
+
+class Refusing:
+    """The other end of a link's Unix connection, which does not map what it is offered."""
+
+    def __init__(self, how: BaseException) -> None:
+        self._how = how
+
+    def recv(self, timeout: float) -> tuple[bytes, None]:
+        if isinstance(self._how, RecvError):
+            return wire.encode(Error.of(self._how)), None
+        raise self._how
+
+
+GONE = SessionStateError("session 01234567 is not open on rank 0", fix="open a session; it may have ended")
+REFUSED = BadBufferError("no memfd", fix="offer one")
+
+
+@pytest.mark.parametrize(
+    ("how", "delay", "raised"),
+    [
+        (GONE, 0, CAUSE),
+        (GONE, 5, CAUSE),
+        (GONE, 30, GONE),
+        (EOFError(), 5, CAUSE),
+        (EOFError(), 30, EngineLostError),
+        (TimeoutError(), 0, CAUSE),
+        (TimeoutError(), 1, DeadlineError),
+        (REFUSED, 1, REFUSED),
+    ],
+    ids=["known", "later", "too late", "closed", "closed for good", "silent", "silent for good", "its own cause"],
+)
+def test_what_a_rank_says_goes_before_what_its_socket_for_buffers_says(
+    clock: Clock, how: BaseException, delay: int, raised: Any
+) -> None:
+    link = FakeLink("rank 0")
+    link.fds = Refusing(how)  # type: ignore[assignment]
+    link.dealer.socket = SimpleNamespace(poll=lambda _: clock.poll(100))  # type: ignore[assignment]
+    link.later = [*[acknowledge] * delay, say(CAUSE)]  # of which an Ack does not end the wait
+    with pytest.raises(RecvError) as caught:
+        link.mapped(1.0)
+    if isinstance(raised, RecvError):
+        assert same(caught.value, raised)
+    else:
+        assert isinstance(caught.value, raised)
+    assert clock.now < 2.5
 
 
 def test_a_rank_that_says_nothing_more_is_not_waited_for(clock: Clock) -> None:
@@ -1115,6 +1181,19 @@ def test_the_cause_is_found_whatever_the_order(clock: Clock, order: Sequence[int
     for turn, index in enumerate(order):
         links[index].later = [nothing] * turn + [say(errors[index])]
     assert same(waited(*links), CAUSE)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 5])
+def test_the_cause_of_a_failed_round_is_waited_for(clock: Clock, delay: int) -> None:
+    follows, fails = FakeLink("rank 0"), FakeLink("rank 1")
+    follows.later, fails.later = [say(ABORTED)], [nothing] * delay + [say(CAUSE)]
+    for link in (follows, fails):
+        link.dealer.send = mock.Mock()  # type: ignore[method-assign]
+    staging: Any = mock.Mock()
+    rounds = Rounds([follows, fails], staging, "s" * 32, 10.0, 60.0, RoundsClock(), None)
+    with pytest.raises(ApplyError) as caught:
+        rounds.send(Load("s" * 32, 0, ()), None, 0, 0)
+    assert same(caught.value, CAUSE)
 
 
 def test_a_link_takes_errors_as_the_rank_raised_them() -> None:

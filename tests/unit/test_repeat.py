@@ -3,23 +3,32 @@ is different, nothing is taken for what it was."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from sglang_recv import WeightClient, wire
+from sglang_recv import WeightClient, manifest, wire
 from sglang_recv.client import staging as staging_module
 from sglang_recv.client.layout import Sizes
 from sglang_recv.client.link import RankLink
-from sglang_recv.errors import BadBufferError, ManifestError, StagingMemoryError
+from sglang_recv.client.pack import Packer, Prepared, Tables
+from sglang_recv.copies import Places
+from sglang_recv.errors import ManifestError, StagingMemoryError
+from sglang_recv.manifest import Views
+from sglang_recv.receiver.catalog import Catalog
 from sglang_recv.receiver.fences import Fences
 from sglang_recv.receiver.mailbox import RoundDone
-from sglang_recv.receiver.remembered import MAX_REMEMBERED, Memory, round_of
-from sglang_recv.wire import Announce, Bucket, Entry, Load, Open, Repeat, TensorSpec
+from sglang_recv.receiver.remembered import Memory
+from sglang_recv.wire import Announce, Load, Open, Repeat
 from support.rank import PATIENCE, Engine, weights
 
 Q_A, KV_A = "attn.q_a_proj.weight", "attn.kv_a_proj_with_mqa.weight"
@@ -289,25 +298,162 @@ def test_an_engine_that_was_restarted_is_told_everything(sent: list[Any]) -> Non
         assert rounds_of(sent) == [Announce, *[Load] * 3]
 
 
+def padded(sender: WeightClient, tensors: dict[str, torch.Tensor], version: str) -> None:
+    """A round per tensor or group, and some without tensors before, between and behind them."""
+    with sender.open(version) as session:
+        session.pad(1)
+        session.send([("embed", tensors["embed"])])
+        assert session.flush() == 2
+        session.pad(4)
+        session.send([(name, tensor) for name, tensor in tensors.items() if name != "embed"])
+        session.pad(session.flush() + 1)
+        session.commit()
+
+
 def test_padding_is_repeated(engine: Engine, sent: list[Any]) -> None:
-    pairs = [("embed", weights(1.0)["embed"]), ("norm", weights(1.0)["norm"])]
     with client(engine) as sender:
-        for number in range(2):
-            with sender.open(f"v{number}", kind="partial") as session:
-                session.send(pairs[:1])
-                assert session.flush() == 1
-                session.pad(3)
-                session.send(pairs[1:])
-                session.commit()
-            kind = Load if number == 0 else Repeat
-            assert rounds_of(sent) == [kind] * 4
-        with sender.open("v3", kind="partial") as session:
-            session.send(pairs[:1])
-            session.pad(2)
-            session.send(pairs[1:])
+        for number in range(1, 4):
+            padded(sender, weights(float(number)), f"v{number}")
+            check(engine, float(number), f"v{number}")
+            assert rounds_of(sent) == [Load if number == 1 else Repeat] * 7
+        with sender.open("v4") as session:  # one round less between the tensors
+            tensors = weights(4.0)
+            session.pad(1)
+            session.send([("embed", tensors.pop("embed"))])
+            session.pad(3)
+            session.send(tensors)
             session.commit()
-        assert rounds_of(sent) == [Repeat, Repeat, Load]
-        assert torch.equal(engine.parameters()[0]["norm"], weights(1.0)["norm"])
+        assert rounds_of(sent) == [Repeat] * 3 + [Load] * 2
+        check(engine, 4.0, "v4")
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("way", ["mapping", "list"])
+def test_tensors_at_hand_repeat_padding_too(engine: Engine, sent: list[Any], way: str, slots: int) -> None:
+    with client(engine, slots=slots) as sender:
+        padded(sender, weights(1.0), "v1")
+        for number in range(2, 4):
+            sent.clear()
+            WAYS[way](sender, weights(float(number)), f"v{number}")
+            check(engine, float(number), f"v{number}")
+            assert rounds_of(sent) == [Repeat] * 7
+
+
+@pytest.mark.parametrize("order", [("embed", "norm", Q_A, KV_A), (Q_A, KV_A, "norm", "embed")], ids=["grows", "fits"])
+@pytest.mark.parametrize("way", WAYS)
+def test_rounds_above_a_slot_are_repeated_one_after_the_other(
+    engine: Engine, sent: list[Any], way: str, order: tuple[str, ...]
+) -> None:
+    """They share a buffer, which the round before must have left; one that is too small is exchanged."""
+    with client(engine) as sender:
+        sender._slot_bytes = 128  # less than any tensor needs
+        for number in range(1, 4):
+            tensors = weights(float(number))
+            WAYS[way](sender, {name: tensors[name] for name in order}, f"v{number}")
+            check(engine, float(number), f"v{number}")
+            kinds = rounds_of(sent)
+            if way in ("mapping", "list"):
+                assert kinds == [Load if number == 1 else Repeat] * 3
+
+
+class LateDevice:
+    """Does what it is told no sooner than somebody waits for it. Stands in for a GPU's stream and kernels.
+
+    Parameters
+    ----------
+    kernels
+        True when it packs known rounds by addresses alone.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
+        self._started: list[Callable[[], object]] = []
+        self._pack = Packer.pack
+        #: How many kernels were run.
+        self.runs = 0
+        monkeypatch.setattr(Packer, "pack", lambda *args: self._later(*args))
+        monkeypatch.setattr(Packer, "event", lambda _: self._event())
+        if kernels:
+            monkeypatch.setattr(Packer, "prepare", lambda _, *args: self._prepare(*args))
+
+    def _later(self, packer: Packer, buffer: Views, tensors: Sequence[tuple[int, torch.Tensor]]) -> Any:
+        given = list(tensors)
+        self._started.append(lambda: self._pack(packer, buffer, given))
+        return self._event()
+
+    def _prepare(
+        self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None = None
+    ) -> Prepared:
+        sizes = [tensor.nbytes for tensor in tensors]
+
+        def run(sources: Places, targets: Places, upload: object) -> None:
+            pairs = zip(targets.addresses.tolist(), sources.addresses.tolist(), sizes, strict=True)
+            self._started += [functools.partial(ctypes.memmove, *pair) for pair in pairs]
+            self.runs += 1
+
+        kernel: Any = SimpleNamespace(run=run)
+        return Prepared(kernel, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
+
+    def _event(self) -> Any:
+        work, self._started = self._started, []
+
+        def synchronize() -> None:
+            while work:
+                work.pop(0)()
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["copies", "kernels"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slot_bytes", [256, 4096])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_round_is_sent_when_the_device_has_packed_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, way: str, slot_bytes: int, slots: int, kernels: bool
+) -> None:
+    device = LateDevice(monkeypatch, kernels=kernels)
+    with client(engine, slot_bytes, slots) as sender:
+        for number in range(1, 4):
+            WAYS[way](sender, weights(float(number)), f"v{number}")
+            check(engine, float(number), f"v{number}")
+    assert (device.runs > 0) == kernels
+
+
+def test_clients_that_take_turns_teach_the_engine_what_each_sends(engine: Engine, sent: list[Any]) -> None:
+    """What an engine knows of a model is what the last full update sent, though it was only repeated."""
+
+    def known() -> set[str]:
+        return {rank.service._session.catalog.digest for rank in engine.rank}
+
+    def given(value: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return weights(value) | {"norm": torch.full((5,), value, dtype=dtype)}
+
+    with client(engine) as one, client(engine) as other:
+        for number, sender in enumerate((one, one, other, one, other, one)):
+            dtype = torch.bfloat16 if sender is one else torch.float32
+            tensors = given(float(number), dtype)
+            sender.update(tensors, f"v{number}")
+            assert rounds_of(sent) == [Load if number in (0, 2) else Repeat] * 3
+            assert known() == {manifest.digest([manifest.spec_of(*pair) for pair in tensors.items()])}
+            check(engine, float(number), f"v{number}")
+    with client(engine) as another:
+        another.update(given(7.0, torch.bfloat16), "v7")  # refused where float32 is expected
+    check(engine, 7.0, "v7")
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["alone", "after another client"])
+def test_what_is_only_repeated_is_not_learned_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, between: bool
+) -> None:
+    with client(engine) as sender, client(engine) as other:
+        for one in (sender, other, sender) if between else (sender,):
+            one.update(weights(1.0), "v1")
+        learned = mock.Mock()
+        monkeypatch.setattr(Catalog, "learn", learned)
+        for number in range(2, 5):
+            sender.update({"norm": weights(0.0)["norm"]}, "partial", kind="partial")
+            sender.update(weights(float(number)), f"v{number}")
+            check(engine, float(number), f"v{number}")
+    assert not learned.called
 
 
 def test_an_engine_of_protocol_1_0_gets_what_it_knows(
@@ -320,45 +466,6 @@ def test_an_engine_of_protocol_1_0_gets_what_it_knows(
             assert {message.recall for message in sent if isinstance(message, Open)} == {""}
             assert rounds_of(sent) == [Load] * 3
             check(engine, number, f"v{number}")
-
-
-# --- what a rank remembers ------------------------------------------------------------------------------------------
-
-W, V = TensorSpec("w", "float32", (4, 2)), TensorSpec("v", "bfloat16", (3,))
-EMPTY = TensorSpec("none", "float32", (0, 3))
-
-
-def test_places_of_a_round_are_those_of_its_tensors() -> None:
-    entries = (Entry(W, 7, 512), Entry(EMPTY, 99, 1), Entry(V, 3, 0))
-    came, buffers = round_of([Bucket(entries), Bucket(())], {7: 1024, 3: 6})
-    assert (buffers, came.ends) == ((7, 3), (544, 6))
-    moved, where = came.moved((3, 256, 0, 0, 3, 0))
-    assert (where, moved.ends) == ((3,), (288,)), "the empty tensor's buffer does not count"
-    assert [part.tolist() for part in moved.offsets] == [[256, 0, 0], []]
-    assert came.ends == (544, 6), "the remembered one is as it was"
-
-
-@pytest.mark.parametrize(
-    "places",
-    [(3, 256), (3, 256, 3, 0, 3), (3, -256, 3, 0), (-1, 0, 3, 0), (3, 100, 3, 0), (3, 1 << 60, 3, 0), (3, 1 << 70,
-     3, 0)],
-    ids=["too few", "odd", "negative offset", "negative buffer", "misaligned", "far", "huge"],
-)  # fmt: skip
-def test_places_that_cannot_be_are_refused(places: tuple[int, ...]) -> None:
-    came, _ = round_of([Bucket((Entry(W, 0, 0), Entry(V, 0, 256)))], {0: 1024})
-    with pytest.raises(BadBufferError):
-        came.moved(places)
-
-
-def test_the_least_recently_used_session_is_forgotten() -> None:
-    memory = Memory()
-    rounds = [round_of([], {})[0]]
-    for number in range(MAX_REMEMBERED):
-        memory.put(f"token {number}", rounds)
-    assert memory.get("token 0") is not None
-    memory.put("one more", rounds)
-    assert memory.get("token 1") is None
-    assert memory.get("token 0") == tuple(rounds)
 
 
 # --- fences ---------------------------------------------------------------------------------------------------------
