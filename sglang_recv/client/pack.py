@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from sglang_recv.client.pool import Pools
+from sglang_recv.client.pool import look
 from sglang_recv.copies import Addresses, Copier, Places, TorchCopier, copier, table
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
@@ -117,17 +117,20 @@ class Packer:
         """Tensors ``first`` and following of a known bucket for :meth:`pack_prepared`; None when a kernel cannot pack
         them, or need not.
 
-        A kernel takes what is on this device, contiguous, and has no operation pending on its bytes. Where that is
-        known already, ``addresses`` says where they are, int64.
+        A kernel takes what is on this device, contiguous, and has no operation pending on its bytes. Where all but the
+        first is known already, ``addresses`` says where they are, int64.
         """
         if self._device.type != "cuda" or len(tensors) < _FEW:
             return None
         kernel = tables.get(self._device, first, first + len(tensors))
-        if kernel is None:
+        if kernel is None or set(map(torch.Tensor.get_device, tensors)) != {self._device.index}:
             return None
         if addresses is None:
-            addresses = Pools(()).look(tensors, self._device).addresses
-        return None if addresses is None else Prepared(kernel, addresses)
+            seen = look(tensors)
+            if seen is None or not seen[1].all():
+                return None
+            addresses = seen[0]
+        return Prepared(kernel, addresses)
 
     def pack_prepared(self, buffer: Views, tables: Tables, first: int, prepared: Prepared) -> Pending:
         """Start copying by one kernel."""

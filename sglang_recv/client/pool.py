@@ -266,8 +266,8 @@ class Look(NamedTuple):
     Parameters
     ----------
     addresses
-        Where each begins, if all of them are on the device in question, contiguous, and have no operation pending on
-        their bytes; else None. int64.
+        Where each begins, if that is known and all are contiguous with no operation pending on their bytes; else None.
+        int64.
     pools, offsets
         For each the number of its pool and its offset there, in bytes; both 0 for those that lie elsewhere. int64.
     """
@@ -314,27 +314,37 @@ class Pools:
                 return Place(pool.number, offset) if readable and not tensor.is_neg() and not tensor.is_conj() else None
         return None
 
-    def look(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Look:
-        """At all tensors, which are to be copied to ``device`` where ranks cannot read them in place."""
+    def look(self, tensors: Sequence[torch.Tensor]) -> Look:
+        """At all tensors. Without a pool that is nothing."""
         homes, offsets = (np.zeros(len(tensors), np.int64) for _ in range(2))
-        nothing = Look(None, homes, offsets)
-        if not (self.by_number or device.type == "cuda") or not PLAIN.issuperset(map(type, tensors)):
-            return nothing
-        try:
-            addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
-            simple = np.fromiter(map(torch.Tensor.is_contiguous, tensors), bool, len(tensors))
-        except RuntimeError:  # of a tensor without memory, which is refused elsewhere
-            return nothing
-        for pending in (torch.Tensor.is_neg, torch.Tensor.is_conj):
-            if any(map(pending, tensors)):
-                simple &= ~np.fromiter(map(pending, tensors), bool, len(tensors))
+        seen = look(tensors) if self.by_number else None
+        if seen is None:
+            return Look(None, homes, offsets)
+        addresses, simple = seen
         for pool in self.by_number.values():
             # One that begins inside also ends there, in one piece. Empty ones have no address.
             away = addresses - pool.start
             inside = simple & (away >= 0) & (away < pool.nbytes) & (away % ALIGNMENT == 0)
             homes[inside], offsets[inside] = pool.number, away[inside]
-        ready = device.type == "cuda" and simple.all() and set(map(torch.Tensor.get_device, tensors)) == {device.index}
-        return Look(addresses if ready else None, homes, offsets)
+        return Look(addresses if simple.all() else None, homes, offsets)
+
+
+def look(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Where each begins, int64, and whether it is contiguous with no operation pending on its bytes, bool.
+
+    None when one of them has no bytes, or may stand for others.
+    """
+    if not PLAIN.issuperset(map(type, tensors)):
+        return None
+    try:
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+        simple = np.fromiter(map(torch.Tensor.is_contiguous, tensors), bool, len(tensors))
+    except RuntimeError:
+        return None
+    for pending in (torch.Tensor.is_neg, torch.Tensor.is_conj):
+        if any(map(pending, tensors)):
+            simple &= ~np.fromiter(map(pending, tensors), bool, len(tensors))
+    return addresses, simple
 
 
 def _round_up(nbytes: int, unit: int) -> int:

@@ -125,7 +125,7 @@ class Session:
     def _open(self, request: Open, source: Source, sizes: Callable[[Sequence[TensorSpec] | None], Sizes]) -> None:
         """Open on every rank, and allocate."""
         staging = self._rounds.staging
-        source.begin(staging.look)
+        source.begin(staging.pools)
         guess = self._guess(source)
         specs = self._specs(source) if guess is None else None
         chosen = sizes(source.packed(specs)) if guess is None else guess.sizes

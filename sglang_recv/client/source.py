@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from sglang_recv.client.fill import check_pair
 from sglang_recv.client.layout import Layout
 from sglang_recv.client.pool import Look, Pools
 from sglang_recv.wire import TensorSpec
-
-_CPU: Final = torch.device("cpu")
 
 
 class Source(Protocol):
@@ -37,8 +35,8 @@ class Source(Protocol):
             When it is wrong by itself.
         """
 
-    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
-        """Called before all else, with a way to look at tensors."""
+    def begin(self, pools: Pools) -> None:
+        """Called before all else, with the pools in which tensors may lie."""
 
     @property
     def lends(self) -> list[int]:
@@ -61,7 +59,7 @@ class AtHand:
         self.names: list[str] = list(named) if isinstance(named, Mapping) else [name for name, _ in named]
         values = named.values() if isinstance(named, Mapping) else (tensor for _, tensor in named)
         self.tensors: list[torch.Tensor] = list(values)
-        self._look: Callable[[Sequence[torch.Tensor]], Look] = lambda tensors: Pools(()).look(tensors, _CPU)
+        self._pools = Pools(())
 
     @property
     def pairs(self) -> Sequence[tuple[str, torch.Tensor]]:
@@ -79,14 +77,14 @@ class AtHand:
             raise manifest.manifest_error(findings, "the tensors to send are not a manifest")
         return specs
 
-    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+    def begin(self, pools: Pools) -> None:
         """See :meth:`Source.begin`."""
-        self._look = look
+        self._pools = pools
 
     @cached_property
     def look(self) -> Look:
         """At all tensors. It takes a while, and so is not done before it must be."""
-        return self._look(self.tensors)
+        return self._pools.look(self.tensors)
 
     @property
     def lends(self) -> list[int]:
@@ -115,7 +113,7 @@ class Described:
         """See :meth:`Source.specs`."""
         return self._specs
 
-    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+    def begin(self, pools: Pools) -> None:
         """See :meth:`Source.begin`."""
 
     @property
@@ -141,7 +139,7 @@ class Unknown:
     def specs(self) -> None:
         """See :meth:`Source.specs`."""
 
-    def begin(self, look: Callable[[Sequence[torch.Tensor]], Look]) -> None:
+    def begin(self, pools: Pools) -> None:
         """See :meth:`Source.begin`."""
 
     @property

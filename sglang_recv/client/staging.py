@@ -10,7 +10,7 @@ import torch
 
 from sglang_recv.client.link import RankLink
 from sglang_recv.client.pack import Packer, Pending, Prepared, Tables
-from sglang_recv.client.pool import Look, Pools, pools_on
+from sglang_recv.client.pool import Pools, pools_on
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
@@ -187,10 +187,6 @@ class Staging:
         :meth:`Packer.prepare`."""
         found = [packer.prepare(tables, first, tensors, addresses) for packer in self._packers.values()]
         return None if None in found else [prepared for prepared in found if prepared is not None]
-
-    def look(self, tensors: Sequence[torch.Tensor]) -> Look:
-        """At tensors that are all there; see :meth:`Pools.look`."""
-        return self.pools.look(tensors, torch.device(self._devices[0] if len(self._devices) == 1 else "cpu"))
 
     def pack_prepared(self, buffer: Buffer, tables: Tables, first: int, prepared: Sequence[Prepared]) -> None:
         """Start copying tensors ``first`` and following of a known bucket by kernels."""

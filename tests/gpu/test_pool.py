@@ -33,7 +33,7 @@ def test_torch_allocates_in_the_pool_and_gives_it_back() -> None:
         joined = torch.cat([large[:1000], large[:1000]])
     elsewhere = torch.empty(100, device="cuda")
     tensors = [large, *small, joined, elsewhere, large[1:], large[64:]]
-    addresses, homes, offsets = pools.look(tensors, pool.device)
+    addresses, homes, offsets = pools.look(tensors)
     assert addresses is not None
     assert addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
     assert homes.tolist() == [pool.number] * 66 + [0, 0, pool.number]

@@ -201,7 +201,7 @@ def test_what_ranks_cannot_read_in_place_is_packed(pool: ExportablePool) -> None
     pools = Pools([pool])
     whole = pool.empty((64, 64), torch.float32)
     again = [whole, whole[:1], whole[1:], whole[0, 1:], whole.t(), whole[:, :1], whole[:0], torch.zeros(3), whole[5]]
-    _, homes, offsets = pools.look(again, pool.device)
+    _, homes, offsets = pools.look(again)
     start = whole.data_ptr() - pool.start
     assert homes.tolist() == [pool.number if fits else 0 for fits in (1, 1, 1, 0, 0, 0, 0, 0, 1)]
     assert offsets.tolist() == [start, start, start + 256, 0, 0, 0, 0, 0, start + 5 * 256]
@@ -209,7 +209,7 @@ def test_what_ranks_cannot_read_in_place_is_packed(pool: ExportablePool) -> None
     negative = torch.view_as_complex(pool.empty((64, 2), torch.float32)).conj()
     assert pools.find(negative) is None
     assert pools.find(negative.imag) is None
-    assert not pools.look([negative, negative.imag], pool.device).pools.any()
+    assert not pools.look([negative, negative.imag]).pools.any()
 
 
 @pytest.mark.parametrize("in_one_list", [True, False])
