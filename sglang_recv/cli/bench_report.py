@@ -248,7 +248,8 @@ def _draw_model(axis: Any, model: str, rows: list[Mapping[str, Any]]) -> None:
         limits = [limit for row in rows if row.get("copies", 2) == copies and (limit := limit_of(row)) is not None]
         if limits:
             word = "one copy" if copies == 1 else f"{copies} copies"
-            axis.axvline(limits[0], color="#d93025", linestyle="--", linewidth=1, label=f"limit: {word}")
+            style = ":" if copies == 1 else "--"
+            axis.axvline(limits[0], color="#d93025", linestyle=style, linewidth=1, label=f"limit: {word}")
     axis.set_xscale("log")
     axis.set_yticks(places, [row["mode"] for row in rows], fontsize=8)
     axis.invert_yaxis()
