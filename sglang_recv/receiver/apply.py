@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import traceback
@@ -158,8 +159,8 @@ class Observations:
         """Keep what was seen of the load of a bucket."""
         plan = None
         if self._plans:
-            recorded = conclude(watched.recorder, layout.names, watched.read, self._parameters)
-            plan = BucketPlan(layout, recorded, self._places, self._parameters[0].device)
+            seen_by = functools.partial(conclude, watched.recorder, layout.names, watched.read, self._parameters)
+            plan = BucketPlan(layout, seen_by, self._places, self._parameters[0].device)
         self._tensors += len(layout)
         filled = zip(layout.names, layout.sizes.tolist(), strict=True)
         unread = tuple(name for name, size in filled if size and name not in watched.read)
@@ -200,7 +201,7 @@ class Observations:
         if not self._plans or chain is None:
             return "off" if not self._plans else _PARTIAL, 0.0, ()
         state = "proven" if chain.proven else printable(chain.verdict or "recorded")
-        return state, round(chain.seconds, 6), kept(chain.buckets)
+        return state, round(chain.seconds, 6), () if chain.verdict is None else kept(chain.buckets)
 
 
 @dataclass(frozen=True)

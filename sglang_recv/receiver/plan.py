@@ -41,12 +41,32 @@ _NAMED: Final = 5
 
 @dataclass
 class BucketPlan:
-    """How one bucket is loaded. ``parameters`` are what the rows' targets count."""
+    """How one bucket is loaded.
+
+    Parameters
+    ----------
+    layout
+        The bucket.
+    conclude
+        Makes ``recorded`` of what was seen. It takes half as long as to watch, and the update that was watched is slow
+        enough: nobody needs it before the proof.
+    parameters
+        What the targets of rows count.
+    device
+        Of the parameters.
+    """
 
     layout: Layout
-    recorded: Recorded
+    conclude: Callable[[], Recorded] | None
     parameters: Places
     device: torch.device
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """What can be repeated."""
+        assert self.conclude is not None
+        found, self.conclude = self.conclude(), None  # which holds on to what was seen
+        return found
 
     @cached_property
     def planned(self) -> int:
