@@ -277,6 +277,8 @@ class WeightClient:
                 lease=lease,
                 flush_cache=flush_cache,
                 coordinator=coordinator,
+                # Several senders send in step: none may wait until what it lends is read, before it goes on.
+                alone=self._ranks == "all" and session_id is None,
                 groups=groups,
                 clock=clock,
                 on_progress=on_progress,

@@ -15,8 +15,8 @@ from sglang_recv.client.rounds import Rounds
 from sglang_recv.client.staging import Buffer
 from sglang_recv.wire import Bucket, Entry, Load, TensorSpec
 
-#: Bytes of one round that lie in pools, where all tensors are there anyway: a round costs half a millisecond.
-_LENT_ROUND: Final = 4 << 30
+#: Tensors of one round, of which some lie in pools: their places must fit into one message.
+_MOST_LENT: Final = 1 << 17
 
 
 class _Given(NamedTuple):
@@ -195,19 +195,18 @@ class Filler:
             self._put(large, tensors)
             self._send(large, large=True)
             return
-        fill = self._fill
-        if fill is not None and (fill.used + needed > slot or (lent and fill.lent_bytes + lent > self._lent_round())):
+        fill, pools = self._fill, [given.place.pool for given in tensors if given.place is not None]
+        if fill is not None and (
+            fill.used + needed > slot
+            or (pools and fill.lent_bytes + lent > min(map(self._rounds.lent_bound, pools)))
+            or (len(fill.entries) + len(tensors) > _MOST_LENT and (fill.lent or pools))
+        ):
             self.flush()
         if self._fill is None:
             self._fill = Fill()
         if self._fill.buffer is None and any(given.place is None for given in tensors):
             self._fill.buffer = self._rounds.next_slot()
         self._put(self._fill, tensors)
-
-    def _lent_round(self) -> int:
-        """How many bytes of pools a round may have. A lazy source needs its pool back while it goes on."""
-        staging = self._rounds.staging
-        return _LENT_ROUND if self._rounds.kept else min(staging.slot_bytes, staging.pools.smallest // 4)
 
     def _put(self, fill: Fill, tensors: Sequence[_Given]) -> None:
         for spec, tensor, number, place in tensors:
@@ -218,6 +217,7 @@ class Filler:
                 fill.pools.append(0)
             else:
                 fill.entries.append(Entry(spec, self._number_of(None, place.pool), place.offset))
+                self._rounds.note()
                 fill.lent.append(tensor)
                 fill.lent_bytes += manifest.nbytes(spec)
                 fill.pools.append(place.pool)

@@ -84,6 +84,7 @@ class Follower:
                 sent = self._found_at(number, np.where(sent.homes > 0, look.offsets[numbers], sent.offsets))
             chosen = numbers[sent.packed]
             packed = [tensors[index] for index in chosen.tolist()]
+            self._rounds.note()
             lent = self._rounds.lend([tensors[i] for i in numbers[sent.homes > 0].tolist()], sent.lent_bytes)
             known = look.addresses[chosen] if look.addresses is not None else None
             prepared = self._rounds.prepare(sent.tables, 0, packed, known)
@@ -119,7 +120,7 @@ class Follower:
 
     def pad(self) -> bool:
         """Send a round without tensors; False when none followed here."""
-        if self._filled or self._wanted() or self.complete:
+        if self._filled or self.complete or self._layout.rounds[self._number].specs:
             return False
         self._sent(self._round(self._number), None, None)
         return True
@@ -160,31 +161,34 @@ class Follower:
 
         A group counts as a whole: once half of it is in the bucket, nobody could hold it back for the other half.
         """
-        wanted, mates = self._wanted(), self._layout.mates
-        homes = () if self.complete else self._layout.rounds[self._number].pools[self._filled :]
         found: list[torch.Tensor] = []
         places: list[Place | None] = []
-        while len(found) < min(len(wanted), len(pairs)):
-            names = mates.get(wanted[len(found)][0], wanted[len(found)][:1])
+        if self.complete:
+            return found, places
+        sent, mates = self._layout.rounds[self._number], self._layout.mates
+        if not self._rounds.kept and sent.lent_bytes > min(
+            (self._rounds.lent_bound(pool) for pool in sent.order if pool), default=0
+        ):
+            return found, places  # of a source that kept all its tensors: a lazy one may need them back before
+        first = self._filled
+        while len(found) < len(pairs) and first < len(sent.specs):
+            wanted = sent.expected[first]
+            names = mates.get(wanted[0], wanted[:1])
             stop = len(found) + len(names)
-            part, expected = pairs[len(found) : stop], wanted[len(found) : stop]
+            part, expected = pairs[len(found) : stop], sent.expected[first : first + len(names)]
             complete = len(part) == len(expected) == len(names) and {name for name, *_ in expected} == set(names)
             if not complete or not all(_is(*pair, one) for pair, one in zip(part, expected, strict=True)):
                 break
             # Of a lazy source, tensors of a group are held back as copies until all of them are there.
             copied = len(names) > 1 and not self._rounds.kept
             lie = [None if copied else self._rounds.find(tensor) for _, tensor in part]
-            if [place.pool if place is not None else 0 for place in lie] != list(
-                homes[len(found) : stop] or [0] * len(lie)
-            ):
+            homes = sent.pools[first : first + len(names)] or (0,) * len(names)
+            if tuple(place.pool if place is not None else 0 for place in lie) != homes:
                 break
             found += [tensor for _, tensor in part]
             places += lie
+            first += len(names)
         return found, places
-
-    def _wanted(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
-        """The rest of the round that is being filled."""
-        return () if self.complete else self._layout.rounds[self._number].expected[self._filled :]
 
     def _pack(self, tensors: Sequence[torch.Tensor], places: Sequence[Place | None]) -> None:
         """Put the next tensors into the bucket, and send it when that was all."""
@@ -196,9 +200,11 @@ class Follower:
             first = self._filled - len(self._lent)
             prepared = self._rounds.prepare(sent.tables, first, packed)
             self._start(self._buffer, sent, first, packed, prepared)
-        self._lent += [tensor for tensor, place in zip(tensors, places, strict=True) if place is not None]
-        for offset, place in zip(sent.offsets[self._filled :], places, strict=False):
-            self._offsets.append(offset if place is None else place.offset)
+        if len(packed) < len(tensors):
+            self._rounds.note()
+            self._lent += [tensor for tensor, place in zip(tensors, places, strict=True) if place is not None]
+        for number, place in enumerate(places, self._filled):
+            self._offsets.append(sent.offsets[number] if place is None else place.offset)
         self._filled += len(tensors)
         if self._filled == len(sent.specs):
             sent = self._found_at(self._number, self._offsets)

@@ -1,33 +1,25 @@
-"""Memory in which a trainer allocates tensors that ranks read where they are: sent without a pack.
-
-On a GPU torch's own allocator works in it (``torch.cuda.MemPool``). It asks for memory by a C function while it holds
-its lock, and a function written in Python also needs the interpreter's lock: a thread that frees a tensor has these two
-the other way round. So a pool takes all its memory when it is made, in the one call that torch cannot avoid, and torch
-divides it from then on; what is freed it uses again.
-"""
+"""Memory in which a trainer allocates tensors that ranks read where they are: sent without a pack."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
+import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_recv import memory
+from sglang_recv.client.torch_pool import LARGE_SEGMENT, SMALL_SEGMENT, TorchPool
 from sglang_recv.errors import SessionStateError, StagingMemoryError, UnsupportedError
 from sglang_recv.manifest import ALIGNMENT
 from sglang_recv.memory import ExportableBuffer
 
-#: torch takes tensors of up to 1 MiB out of segments of 2 MiB, and all others out of those of 20 MiB and more
-#: (c10/cuda/CUDACachingAllocator.cpp: kSmallSize, kSmallBuffer, kLargeBuffer).
-_SMALL: Final = 1 << 20
-_SMALL_SEGMENT: Final = 2 << 20
-_LARGE_SEGMENT: Final = 20 << 20
+logger = logging.getLogger(__name__)
+
 #: Of a pool's bytes, so many are for small tensors: a 64th, within bounds.
 _SMALL_SHARE: Final = 64
 _SMALL_BOUNDS: Final = (8 << 20, 64 << 20)
@@ -37,7 +29,11 @@ PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _numbers = itertools.count(1)
 _pools: dict[int, ExportablePool] = {}
-_pools_lock = threading.Lock()
+#: Of what is above, and of all pools' counts.
+_lock = threading.RLock()
+
+#: Pools that one session can lend, oldest first: ranks map 1,024 buffers at most.
+_MOST: Final = 256
 
 
 class ExportablePool:
@@ -55,23 +51,31 @@ class ExportablePool:
         #: Which pool of this process it is; counted from 1.
         self.number = next(_numbers)
         self._taken = 0
+        #: Sessions whose ranks have it mapped.
+        self._lent = 0
+        #: The thread that allocates in it, and how often that has entered.
+        self._user = 0
+        self._depth = 0
         small = 0
         if device.type == "cuda":
-            small = _round_up(min(max(nbytes // _SMALL_SHARE, _SMALL_BOUNDS[0]), _SMALL_BOUNDS[1]), _SMALL_SEGMENT)
-            nbytes = _round_up(max(nbytes, _LARGE_SEGMENT), _SMALL_SEGMENT)
+            small = _round_up(min(max(nbytes // _SMALL_SHARE, _SMALL_BOUNDS[0]), _SMALL_BOUNDS[1]), SMALL_SEGMENT)
+            nbytes = _round_up(max(nbytes, LARGE_SEGMENT), SMALL_SEGMENT)
         self.buffer: ExportableBuffer = memory.allocate(device, nbytes + small)
-        self._whole = self.buffer.tensor()
+        whole = self.buffer.tensor()
+        self._whole: torch.Tensor | None = whole
         self.device = self.buffer.device
-        self.start = self._whole.data_ptr()
-        self._torch: _TorchPool | None = None
+        self.start = whole.data_ptr()
+        self._torch: TorchPool | None = None
         if device.type == "cuda":
             try:
-                self._torch = _TorchPool(self, nbytes, small // _SMALL_SEGMENT)
+                span = range(self.start, self.start + self.nbytes)
+                self._torch = TorchPool(self.device, span, self._take, nbytes, small // SMALL_SEGMENT)
             except BaseException:
-                del self._whole
+                del whole
+                self._whole = None
                 self.buffer.close()
                 raise
-        with _pools_lock:
+        with _lock:
             _pools[self.number] = self
 
     @property
@@ -79,25 +83,45 @@ class ExportablePool:
         """Bytes that ranks map."""
         return self.buffer.nbytes
 
+    @property
+    def closed(self) -> bool:
+        """True once its memory is gone."""
+        return self.number not in _pools
+
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
         """What the calling thread allocates inside by torch, on the pool's device, lies in the pool.
 
-        On the stream that was current when the pool was made: torch keeps memory apart by stream.
+        On the stream that was current when the pool was made: torch keeps memory apart by stream. Keep it short: torch
+        treats the device as if a graph were captured meanwhile, so what other streams free comes back only after it.
 
         Raises
         ------
         torch.OutOfMemoryError
             From inside, when the pool is full; the message counts the GPU's free memory, which the pool does not take.
+        SessionStateError
+            When another thread is inside, or the pool is closed.
         UnsupportedError
             On a CPU, where torch has no such pools.
         """
-        if self._torch is None:
-            raise UnsupportedError(
-                f"torch has no memory pools on device {self.device}", fix="make each tensor by pool.empty()"
-            )
-        with self._torch.use():
-            yield
+        me = threading.get_ident()
+        with _lock:
+            self._check_open()
+            if self._torch is None:
+                raise UnsupportedError(
+                    f"torch has no memory pools on device {self.device}", fix="make each tensor by pool.empty()"
+                )
+            if self._depth and self._user != me:
+                raise SessionStateError("another thread allocates in this pool", fix="give each thread its own pool")
+            self._user = me
+            self._depth += 1
+        try:
+            # Not twice: torch counts the second one before it refuses it.
+            with self._torch.use() if self._depth == 1 else contextlib.nullcontext():
+                yield
+        finally:
+            with _lock:
+                self._depth -= 1
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the pool, as ``torch.empty``. On a CPU its memory is used again only once the pool is closed.
@@ -106,21 +130,82 @@ class ExportablePool:
         ------
         torch.OutOfMemoryError, StagingMemoryError
             When the pool is full, on a GPU and on a CPU.
+        SessionStateError
+            When the pool is closed, or another thread allocates in it.
         """
         if self._torch is not None:
-            with self._torch.use():
+            with self.use():
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        needed = torch.Size(shape).numel() * dtype.itemsize
-        if self._taken + needed > self.nbytes:
-            raise StagingMemoryError(
-                f"{needed} bytes do not fit: {self._taken} of this pool's {self.nbytes} bytes are taken",
-                fix="make the pool larger",
-            )
-        start = self._taken
-        self._taken = start + _round_up(needed, ALIGNMENT)
-        return self._whole[start : start + needed].view(dtype).view(tuple(shape))
+        size = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes  # refuses shapes that are none
+        with _lock:
+            self._check_open()
+            assert self._whole is not None
+            if self._taken + size > self.nbytes:
+                raise StagingMemoryError(
+                    f"{size} bytes do not fit: {self._taken} of this pool's {self.nbytes} bytes are taken",
+                    fix="make the pool larger",
+                )
+            start = self._taken
+            self._taken = start + _round_up(size, ALIGNMENT)
+            return self._whole[start : start + size].view(dtype).view(tuple(shape))
 
-    def take(self, size: int) -> int:
+    def lend(self) -> None:
+        """A session's ranks map it: it is not closed until :meth:`give_back`.
+
+        Raises
+        ------
+        SessionStateError
+            When it is closed.
+        """
+        with _lock:
+            self._check_open()
+            self._lent += 1
+
+    def give_back(self) -> None:
+        """A session that it was lent to is over."""
+        with _lock:
+            self._lent -= 1
+
+    def close(self) -> None:
+        """Free the memory, once the device has done what it was told; idempotent.
+
+        Raises
+        ------
+        SessionStateError
+            While a session or a thread uses it, another pool is in use on its device, or a graph is captured; on a GPU
+            also when tensors are still in it. The pool stays usable.
+        """
+        with _lock:
+            if self.closed:
+                return
+            if self._lent:
+                raise SessionStateError(
+                    "a session has sent tensors of this pool, and its ranks have it mapped",
+                    fix="commit or abort the session first",
+                )
+            if any(pool._depth for pool in _pools.values() if pool.device == self.device):
+                # torch frees nothing then, and ends the process when it must.
+                raise SessionStateError("a pool of this device is in use", fix="close pools outside of use()")
+            released = self._torch is None or self._torch.close()
+            del _pools[self.number]
+            self._whole = self._torch = None
+        if released:
+            self.buffer.close()
+        else:
+            logger.error("torch does not let go of a pool of %d bytes: they stay allocated", self.nbytes)
+
+    def __enter__(self) -> ExportablePool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except SessionStateError as error:
+            if kind is None:
+                raise
+            logger.warning("a pool stays open, since an error came first: %s", error)
+
+    def _take(self, size: int) -> int:
         """The address of ``size`` bytes that were not taken before; 0 when there are no more."""
         if self._taken + size > self.nbytes:
             return 0
@@ -128,96 +213,9 @@ class ExportablePool:
         self._taken += size
         return address
 
-    def close(self) -> None:
-        """Free the memory; idempotent.
-
-        Raises
-        ------
-        SessionStateError
-            When tensors are still in it, on a GPU; the pool stays usable.
-        """
-        with _pools_lock:
-            if self.number not in _pools:
-                return
-            if self._torch is not None:
-                self._torch.close()
-            del _pools[self.number]
-        del self._whole
-        self.buffer.close()
-
-    def __enter__(self) -> ExportablePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _TorchPool:
-    """torch's allocator in the memory of a pool.
-
-    Parameters
-    ----------
-    pool
-        Gives the memory.
-    large
-        Bytes for tensors of more than 1 MiB, all in one segment.
-    small
-        Segments for others.
-    """
-
-    def __init__(self, pool: ExportablePool, large: int, small: int) -> None:
-        make = getattr(torch._C, "_cuda_customAllocator", None)
-        if make is None or not hasattr(torch.cuda, "use_mem_pool"):
-            raise UnsupportedError(
-                f"torch {torch.__version__} has no memory pools with an allocator of one's own", fix="use torch 2.6"
-            )
-        self._device = pool.device
-        kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-
-        def take(size: int, _device: int, _stream: int | None) -> int:
-            return pool.take(size)
-
-        self._take: Any = kind(take)
-        # Segments are given back when torch drops the pool, maybe on a thread without the interpreter's lock. There is
-        # nothing to do then, which any C function without arguments does.
-        nothing = ctypes.cast(ctypes.CDLL(None).getppid, ctypes.c_void_p).value
-        allocator = make(ctypes.cast(self._take, ctypes.c_void_p).value, nothing)
-        self._allocator = allocator
-        self._pool: Any = torch.cuda.MemPool(allocator)
-        sizes = [large] + [_SMALL] * (small * (_SMALL_SEGMENT // _SMALL))
-        with self.use():
-            made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-            del made
-            probes = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in (512, 2 * _SMALL)]
-        inside = all(pool.start <= probe.data_ptr() < pool.start + pool.nbytes for probe in probes)
-        del probes
-        if not inside:
-            raise UnsupportedError(
-                "torch allocates outside of its memory pool",
-                fix="leave expandable_segments and max_split_size_mb out of PYTORCH_CUDA_ALLOC_CONF",
-            )
-
-    def use(self) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`ExportablePool.use`."""
-        found: contextlib.AbstractContextManager[None] = torch.cuda.use_mem_pool(self._pool, self._device)
-        return found
-
-    def close(self) -> None:
-        """Take the memory from torch."""
-        held = sum(segment["allocated_size"] for segment in _segments(self._pool.id))
-        if held:
-            raise SessionStateError(
-                f"tensors of {held} bytes are still in this pool", fix="drop every tensor that was made in it first"
-            )
-        number = self._pool.id
-        del self._pool
-        if _segments(number):
-            torch.cuda.empty_cache()  # older versions of torch leave it to the next one that asks
-
-
-def _segments(number: tuple[int, int]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = torch.cuda.memory_snapshot(number)  # type: ignore[no-untyped-call]
-    return found
+    def _check_open(self) -> None:
+        if self._whole is None:
+            raise SessionStateError("this pool is closed", fix="make a new one")
 
 
 def exportable_pool(nbytes: int, device: torch.device | str | None = None) -> ExportablePool:
@@ -248,9 +246,9 @@ def exportable_pool(nbytes: int, device: torch.device | str | None = None) -> Ex
 
 
 def pools_on(device: torch.device) -> list[ExportablePool]:
-    """The pools of this process on a device, oldest first."""
-    with _pools_lock:
-        return [pool for pool in _pools.values() if pool.device == device]
+    """The pools of this process on a device, oldest first, as many as one session can lend."""
+    with _lock:
+        return [pool for pool in _pools.values() if pool.device == device][:_MOST]
 
 
 class Place(NamedTuple):
@@ -297,19 +295,18 @@ class Pools:
         """Of all."""
         return sum(pool.nbytes for pool in self.by_number.values())
 
-    @property
-    def smallest(self) -> int:
-        """Bytes of the smallest; 0 when there is none."""
-        return min((pool.nbytes for pool in self.by_number.values()), default=0)
-
     def find(self, tensor: torch.Tensor) -> Place | None:
         """Where a tensor lies, if ranks can read it there: in one piece, and where tensors may begin."""
         if not self.by_number or type(tensor) not in PLAIN or not tensor.numel():
             return None
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # without memory, which is refused elsewhere
+            return None
         for pool in self.by_number.values():
             offset = address - pool.start
-            if offset >= 0 and offset + tensor.nbytes <= pool.nbytes:
+            # What was a pool's when it was closed may be anybody's now.
+            if offset >= 0 and offset + tensor.nbytes <= pool.nbytes and not pool.closed:
                 readable = offset % ALIGNMENT == 0 and tensor.is_contiguous() and tensor.device == pool.device
                 return Place(pool.number, offset) if readable and not tensor.is_neg() and not tensor.is_conj() else None
         return None
@@ -322,6 +319,8 @@ class Pools:
             return Look(None, homes, offsets)
         addresses, simple = seen
         for pool in self.by_number.values():
+            if pool.closed:
+                continue
             # One that begins inside also ends there, in one piece. Empty ones have no address.
             away = addresses - pool.start
             inside = simple & (away >= 0) & (away < pool.nbytes) & (away % ALIGNMENT == 0)

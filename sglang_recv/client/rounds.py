@@ -30,6 +30,9 @@ class Progress:
     seconds: float
 
 
+#: Bytes of one round that lie in pools, where all tensors are there anyway: a round costs half a millisecond.
+LENT_ROUND: Final = 4 << 30
+
 #: Of one update, on this side, in the order in which they begin.
 PHASES: Final = (
     *("connect", "compare", "open", "allocate", "map", "source", "fill", "pack", "wait", "finish", "commit", "close"),
@@ -142,6 +145,8 @@ class Rounds:
         self._large: Buffer | None = None
         #: What was lent, with the number of its round; oldest first.
         self._lent: deque[tuple[int, Lent]] = deque()
+        #: Streams that may still write what the next round lends.
+        self._writing: dict[torch.cuda.Stream, None] = {}
         #: True while the source keeps all its tensors until it has been sent.
         self.kept = False
         self.sent = 0
@@ -198,9 +203,22 @@ class Rounds:
         """Where ranks can read a tensor without a copy."""
         return self.staging.pools.find(tensor)
 
+    def note(self) -> None:
+        """A tensor in a pool was given for the next round; what the current streams hold may still write it."""
+        for stream in self.staging.streams():
+            self._writing[stream] = None
+
     def lend(self, tensors: Sequence[torch.Tensor], nbytes: int) -> Lent | None:
-        """Tensors in pools, of ``nbytes`` bytes together, to be sent in the next round."""
-        return Lent(tensors, nbytes, self.staging.started()) if tensors else None
+        """Tensors in pools that were noted, of ``nbytes`` bytes together, to be sent in the next round."""
+        if not tensors:
+            return None
+        lent = Lent(tensors, nbytes, [stream.record_event() for stream in self._writing])
+        self._writing.clear()
+        return lent
+
+    def lent_bound(self, pool: int = 0) -> int:
+        """How many bytes of pools, ``pool`` among them, a round may have, and may wait to be read beside it."""
+        return LENT_ROUND if self.kept else min(self.staging.slot_bytes, self.staging.smallest_lent(pool) // 4)
 
     def send(
         self, message: Load | Repeat, buffer: Buffer | None, tensors: int, nbytes: int, lent: Lent | None = None
@@ -230,7 +248,7 @@ class Rounds:
             self.wait(lambda link: False, f"round {self.sent - 1}")
         self._let_go()
         if lent is not None and not self.kept:
-            self.wait_read(self.staging.pools.smallest // 4)  # the source needs its pool back while it goes on
+            self.wait_read(self.lent_bound())  # the source needs its pool back while it goes on
         if self._on_progress is not None and tensors:
             self._on_progress(Progress(self.tensors, self.nbytes, time.monotonic() - self._clock.started))
 
@@ -247,6 +265,7 @@ class Rounds:
     def clear(self) -> None:
         """Let go of what was lent: the session is over."""
         self._lent.clear()
+        self._writing.clear()
 
     def wait(self, done: Callable[[RankLink], bool], phase: str) -> None:
         """Wait until ``done`` holds for every rank; see :func:`sglang_recv.client.link.wait`."""

@@ -20,7 +20,7 @@ from sglang_recv.client.follow import Follower
 from sglang_recv.client.layout import Layout, Layouts, Sizes, new_token
 from sglang_recv.client.link import Heart, RankLink, combined, wait
 from sglang_recv.client.rounds import Clock, Progress, Rounds
-from sglang_recv.client.source import AtHand, Source
+from sglang_recv.client.source import AtHand, Source, Unknown
 from sglang_recv.client.staging import Staging
 from sglang_recv.client.target import Target
 from sglang_recv.errors import (
@@ -88,6 +88,7 @@ class Session:
         lease: float,
         flush_cache: bool,
         coordinator: bool,
+        alone: bool,
         groups: Sequence[Sequence[str]],
         clock: Clock,
         on_progress: Callable[[Progress], None] | None,
@@ -106,11 +107,11 @@ class Session:
         self._layouts = layouts
         self._groups = groups
         self._clock = clock
-        staging = Staging(links, self.id, deadline)
+        staging = Staging(links, self.id, deadline, lends=alone)
         self._rounds = Rounds(links, staging, self.id, deadline, lease, self._clock, on_progress)
         self._filler = Filler(self._rounds, self.id, groups)
         self._follower: Follower | None = None
-        self._source = source
+        self._source: Source = source
         self._layout: Layout | None = None
         self._finished = False
         self._closed = False
@@ -479,6 +480,9 @@ class Session:
 
     def _close(self) -> None:
         self._closed = True
+        # A session may be kept for long; the tensors are the caller's.
+        self._follower = None
+        self._source = Unknown()
         self._filler.clear()
         self._rounds.clear()
         self._heart.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from sglang_recv.client.pool import Pools, pools_on
 from sglang_recv.manifest import Views
 from sglang_recv.memory import ExportableBuffer, allocate
 from sglang_recv.wire import OfferBuffer
+
+#: Offers before their answers are read: more would fill the rank's socket.
+_UNANSWERED: Final = 64
 
 
 class Buffer:
@@ -80,9 +84,11 @@ class Staging:
         Id of the session.
     timeout
         Seconds for a rank to map one buffer.
+    lends
+        False to leave pools alone.
     """
 
-    def __init__(self, links: Sequence[RankLink], session: str, timeout: float) -> None:
+    def __init__(self, links: Sequence[RankLink], session: str, timeout: float, *, lends: bool = True) -> None:
         self._links = links
         self._session = session
         self._timeout = timeout
@@ -96,7 +102,8 @@ class Staging:
         self.peak_bytes = 0
         self._packers = {device: Packer(torch.device(device)) for device in self._devices}
         #: What may be sent from where it is: a rank reads only what is on its own device.
-        self.pools = Pools(pools_on(torch.device(self._devices[0])) if len(self._devices) == 1 else ())
+        alone = lends and len(self._devices) == 1
+        self.pools = Pools(pools_on(torch.device(self._devices[0])) if alone else ())
         self._lent: dict[int, int] = {}
 
     def allocate(self, slots: int, slot_bytes: int) -> None:
@@ -135,16 +142,24 @@ class Staging:
     def lend(self, pool: int) -> int:
         """The number of the buffer as which ranks map a pool; they are offered it when it is first asked for."""
         if pool not in self._lent:
+            self.pools.by_number[pool].lend()
             number = self._lent[pool] = self._next
             self._next += 1
+            if self._offered >= _UNANSWERED:
+                self.wait_mapped()
             for link in self._links:
                 _offer(link, self._session, number, self.pools.by_number[pool].buffer, self._timeout)
             self._offered += 1
         return self._lent[pool]
 
-    def started(self) -> list[Pending]:
-        """Reached once the device has done what it was told so far, on the current streams."""
-        return [packer.event() for packer in self._packers.values()]
+    def smallest_lent(self, pool: int = 0) -> int:
+        """Bytes of the smallest pool that is lent, ``pool`` among them; 0 when there is none."""
+        numbers = {*self._lent, pool} - {0}
+        return min((self.pools.by_number[number].nbytes for number in numbers), default=0)
+
+    def streams(self) -> list[torch.cuda.Stream]:
+        """The current ones of all GPUs."""
+        return [torch.cuda.current_stream(device) for device in self._devices if torch.device(device).type == "cuda"]
 
     def _make(self, nbytes: int) -> Buffer:
         buffer = Buffer(self._next, nbytes, self._devices)
@@ -202,6 +217,9 @@ class Staging:
             buffer.close()
         self._buffers.clear()
         self.slots.clear()
+        for pool in self._lent:
+            self.pools.by_number[pool].give_back()
+        self._lent.clear()
 
 
 def _offer(link: RankLink, session: str, number: int, part: ExportableBuffer, timeout: float) -> None:

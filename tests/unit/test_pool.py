@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_recv import ExportablePool, Session, WeightClient, exportable_pool
+from sglang_recv import ExportablePool, Session, WeightClient, exportable_pool, new_session_id
 from sglang_recv.client.layout import Sizes
 from sglang_recv.client.link import RankLink
 from sglang_recv.client.pool import Pools
 from sglang_recv.client.staging import Staging
-from sglang_recv.errors import StagingMemoryError, UnsupportedError
+from sglang_recv.errors import SessionStateError, StagingMemoryError, UnsupportedError
 from sglang_recv.wire import Announce, Load, OfferBuffer, Repeat
 from support.rank import PATIENCE, Engine, weights
 
@@ -301,3 +304,157 @@ def test_a_closed_pool_is_not_used(engine: Engine, sender: WeightClient, sent: l
     sender.update(weights(1.0), "v1")
     check(engine, 1.0, "v1")
     assert made.nbytes not in [message.nbytes for message in sent if isinstance(message, OfferBuffer)]
+
+
+# --- pools that end, and several senders ------------------------------------------------------------------------------
+
+
+def test_a_pool_that_a_session_has_lent_is_not_closed(engine: Engine, sender: WeightClient, sent: list[Any]) -> None:
+    """Its addresses would be anybody's, while the ranks still read the old memory there."""
+    pool = exportable_pool(1 << 16, "cpu")
+    tensors = into(pool, weights(1.0))
+    with sender.open("v1") as session:
+        session.send([("embed", tensors["embed"])])
+        with pytest.raises(SessionStateError, match="a session has sent tensors of this pool"):
+            pool.close()
+        session.send([pair for pair in tensors.items() if pair[0] != "embed"])
+        session.commit()
+    check(engine, 1.0, "v1")
+    del tensors
+    pool.close()
+    assert pool.closed
+
+
+def test_memory_where_a_closed_pool_was_is_packed(engine: Engine, sender: WeightClient, sent: list[Any]) -> None:
+    pool = exportable_pool(1 << 16, "cpu")
+    start, number, nbytes = pool.start, pool.number, pool.nbytes
+    with sender.open("v1") as session:
+        pool.close()
+        again = exportable_pool(1 << 16, "cpu")
+        assert (again.start, again.number) != (start, number)
+        assert again.start == start, "this test needs the same address, which the system gave so far"
+        tensors = into(again, weights(1.0))
+        session.send(list(tensors.items()))
+        session.commit()
+    check(engine, 1.0, "v1")
+    assert nbytes not in [message.nbytes for message in sent if isinstance(message, OfferBuffer)]
+    del tensors
+    again.close()
+
+
+def test_several_senders_pack_what_is_in_pools(engine: Engine, pool: ExportablePool) -> None:
+    """They flush, agree and pad: none may wait until what it has lent is read, before the others go on."""
+    session_id, step, rounds = new_session_id(), threading.Barrier(2), dict[int, int]()
+
+    def feed(rank: int, sender: WeightClient) -> None:
+        tensors = weights(1.0)
+        if rank == 0:
+            tensors |= {"norm": pool.empty((5,), torch.bfloat16).copy_(tensors["norm"])}
+            tensors |= {f"{number}.rotary_emb.inv_freq": torch.zeros(1000) for number in range(2)}
+        with sender.open("v1", session_id=session_id, coordinator=rank == 0) as session:
+            session.send(list(tensors.items()))
+            rounds[rank] = session.flush()
+            step.wait(PATIENCE)
+            session.pad(max(rounds.values()))
+            session.finish()
+            step.wait(PATIENCE)
+            session.commit()
+
+    with contextlib.ExitStack() as stack:
+        senders = [
+            stack.enter_context(WeightClient([engine], slot_bytes=SLOT, deadline=PATIENCE, ranks=[rank]))
+            for rank in range(2)
+        ]
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        for done in [threads.submit(feed, *pair) for pair in enumerate(senders)]:
+            done.result(PATIENCE)
+    assert rounds == {0: 3, 1: 1}
+    check(engine, 1.0, "v1")
+
+
+def test_a_lazy_source_does_not_repeat_rounds_that_hold_more_than_its_share(
+    engine: Engine, sender: WeightClient, pool: ExportablePool
+) -> None:
+    """A list of tensors that are all there may lie in one round; a lazy source may need them back before it is over."""
+    names = [f"{number}.rotary_emb.inv_freq" for number in range(24)]
+    spare = [pool.empty((2048,), torch.uint8) for _ in names]
+    sender.update([*zip(names, spare, strict=True), *weights(1.0).items()], "v1")
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, memory in zip(names, spare, strict=True):
+            assert sum(2048 for held in given if held() is not None) <= pool.nbytes // 2
+            tensor = memory[:]
+            given.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+        yield from weights(2.0).items()
+
+    for number in (2, 3):
+        sender.update(source(), f"v{number}")
+        check(engine, 2.0, f"v{number}")
+    spare.clear()
+
+
+def test_nothing_is_held_after_an_abort(engine: Engine, sender: WeightClient, pool: ExportablePool) -> None:
+    for number in (1, 2):  # the second one repeats
+        tensors = {name: tensor for name, tensor in into(pool, weights(1.0)).items() if name in ("embed", "norm")}
+        held = [weakref.ref(tensor) for tensor in tensors.values()]
+        sender.update(weights(1.0), f"v{number}")
+        if number == 1:
+            sender.update(iter(tensors.items()), "partial", kind="partial")
+
+        def source(tensors: dict[str, torch.Tensor] = tensors) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "embed", tensors.pop("embed")
+            raise ValueError("no more")
+
+        with sender.open("v", kind="partial") as session:
+            with pytest.raises(ValueError, match="no more") as caught:
+                session.send(source())
+            caught.value.__traceback__ = None
+            del caught
+            tensors.clear()
+            gc.collect()
+            assert [reference() for reference in held] == [None, None]
+
+
+def test_more_pools_than_ranks_answer_at_once(engine: Engine, sender: WeightClient) -> None:
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(exportable_pool(4096, "cpu")) for _ in range(300)]
+        tensors = weights(1.0)
+        tensors |= {f"{n}.rotary_emb.inv_freq": pool.empty((4,), torch.float32) for n, pool in enumerate(pools)}
+        sender.update(tensors, "v1")
+        check(engine, 1.0, "v1")
+        tensors.clear()
+
+
+def test_a_small_pool_that_is_not_used_changes_nothing(engine: Engine, sender: WeightClient, sent: list[Any]) -> None:
+    with exportable_pool(4096, "cpu"), exportable_pool(1 << 16, "cpu") as pool:
+        tensors = into(pool, weights(1.0))
+        sender.update(iter(tensors.items()), "v1")
+        check(engine, 1.0, "v1")
+        assert kinds(sent) == [Load]
+        tensors.clear()
+
+
+def test_shapes_that_are_none_and_closed_pools_are_refused() -> None:
+    made = exportable_pool(1 << 16, "cpu")
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        made.empty((-1,), torch.uint8)
+    made.close()
+    with pytest.raises(SessionStateError, match="this pool is closed"):
+        made.empty((1,), torch.uint8)
+    with pytest.raises(SessionStateError, match="this pool is closed"), made.use():
+        pass
+
+
+def test_an_error_is_not_hidden_by_a_pool_that_cannot_be_closed(
+    pool: ExportablePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.lend()
+    try:
+        with pytest.raises(ValueError, match="first"), pool:
+            raise ValueError("first")
+        assert "a pool stays open, since an error came first" in caplog.text
+    finally:
+        pool.give_back()
