@@ -261,7 +261,12 @@ def _killed_after(process: subprocess.Popen[str], seconds: float | None) -> Iter
 @contextlib.contextmanager
 def _interruptible(seconds: float | None) -> Iterator[None]:
     """Raise :class:`Stopped` on SIGTERM, and after so many seconds, so that servers end and what is known is kept."""
-    reasons = {signal.SIGTERM: "ended by SIGTERM", signal.SIGALRM: "out of time"}
+    reasons = {
+        signal.SIGTERM: "ended by SIGTERM",
+        signal.SIGINT: "interrupted",
+        signal.SIGHUP: "its terminal is gone",
+        signal.SIGALRM: "out of time",
+    }
     before = {}
 
     def stop(number: int, _frame: object) -> None:

@@ -143,6 +143,7 @@ SAVER: Final = Mode("steady, trainer under the memory saver", ours, warm_up=3)
 def on_fresh_stock(held: Held) -> None:
     """Stock's first update."""
     _measure_limit(held)
+    _settle(held)
     STOCK_FRESH.run(held)
     emit("digest", of="stock", digest=held.digest())
 
@@ -154,6 +155,7 @@ def in_turn(held: Held) -> None:
     for mode in AT_FIRST:
         mode.run(held)
     ours(held)  # the first replay
+    stock(held)  # on this engine
     for _ in range(held.laps):
         STOCK.lap(held)
         STEADY.lap(held)
@@ -173,6 +175,9 @@ def in_turn(held: Held) -> None:
 def in_place(held: Held) -> None:
     """A process whose tensors ranks read where they are."""
     _settle(held)
+    _negate(held)
+    stock(held)  # others, so that what ours writes is seen
+    _negate(held)
     IN_PLACE.run(held)
     emit("digest", of="ours, in place", digest=held.digest())
 

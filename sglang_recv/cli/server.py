@@ -55,6 +55,8 @@ def post(url: str, body: Mapping[str, Any], *, timeout: float = 300.0) -> Any:
         with error:
             said = error.read().decode(errors="replace")[:1000]
         raise EngineLostError(f"{url} answered {error.code}: {said}", fix="look at the engine's log") from None
+    except OSError as error:  # urllib's own, too
+        raise EngineLostError(f"{url} does not answer: {error}", fix="look at the engine's log") from None
     try:
         return json.loads(text)
     except ValueError:
@@ -133,12 +135,15 @@ def serve(model: Path, root: Path, args: Sequence[str], *, ready_seconds: float 
         _wait_ready(server, ready_seconds)
         yield server
     finally:
-        if not has_ended(process.pid, 0):
-            process.send_signal(signal.SIGTERM)
-            has_ended(process.pid, STOP_SECONDS)
-        # Whoever is left: the server, or schedulers that hang or lost their parent. It is reaped last, see has_ended.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            if not has_ended(process.pid, 0):
+                process.send_signal(signal.SIGTERM)
+                has_ended(process.pid, STOP_SECONDS)
+        finally:  # also when somebody is impatient
+            # Whoever is left: the server, or schedulers that hang or lost their parent. It is reaped last, see
+            # has_ended.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_ready(server: Server, seconds: float) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import operator
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -83,10 +84,25 @@ class _Walk:
         kind = type(self._model)
         if (kind.parameters, kind.named_parameters) != (torch.nn.Module.parameters, torch.nn.Module.named_parameters):
             return tuple(self._model.parameters())
-        if not self._modules or any(list(m._modules.values()) != children for m, children in self._modules):
+        if not self._modules or any(not _same(m._modules, children) for m, children in self._modules):
             self._modules = [(module, list(module._modules.values())) for module in self._model.modules()]
         parts = (p for module, _ in self._modules for p in module._parameters.values())
         return tuple({id(p): p for p in parts if p is not None}.values())
+
+
+def _same(modules: Mapping[str, torch.nn.Module | None], known: Sequence[torch.nn.Module | None]) -> bool:
+    """The very same objects: a module may say that it equals another."""
+    return len(modules) == len(known) and all(map(operator.is_, modules.values(), known))
+
+
+def _refuse_casts(recorder: Recorder) -> None:
+    """A weight in fp8 goes with a scale, and a cast takes no notice of it. An engine that knows its checkpoint has
+    refused other dtypes already."""
+    for name, reason in recorder.reasons.items():
+        if reason.startswith("converted from") and " to float8" in reason and "from float8" not in reason:
+            raise ApplyError(
+                f"{name} was {reason} without its scale", fix="send what the engine's own checkpoint would hold"
+            )
 
 
 class Observations:
@@ -245,6 +261,7 @@ class ModelApplier:
         if seen is None:
             watched = self._watch(bucket.tensors())
             self._refuse_filled(watched.written)
+            _refuse_casts(watched.recorder)
             seen = self._observations.put(key, bucket.layout, watched)
             self._loaded += len(bucket.layout)
         else:

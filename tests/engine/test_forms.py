@@ -74,9 +74,17 @@ def test_dummy_weights_become_what_a_fresh_load_is(checkpoints: Path, version: s
     folder = forms.folder("mla-fp8", checkpoints / "forms", 0)
     with server_of(version, folder) as server:
         held = weights.digests(server)
-    with server_of(version, folder, "--load-format", "dummy") as server:
+    sent = forms.tensors(forms.FORMS["mla-fp8"], 0)
+    scales = {
+        f"model.layers.{layer}.self_attn.{x}_proj.{x}_scale": torch.tensor(2.0) for layer in range(3) for x in "kv"
+    }
+    nothing = forms.folder("mla-fp8", checkpoints / "forms", None)
+    with server_of(version, nothing, "--load-format", "dummy") as server:
         with weights.client(server) as client:
-            client.update(forms.tensors(forms.FORMS["mla-fp8"], 0), "full")
+            # Without a checkpoint nobody knows that they are none of its tensors; nor must one that failed stay.
+            with pytest.raises(RecvError, match="which the engine fills by itself"):
+                client.update({**sent, **scales}, "refused")
+            client.update(sent, "full")
         assert weights.digests(server) == held
 
 

@@ -138,3 +138,14 @@ def test_stock_updates_make_weights_whole_without_what_the_engine_fills() -> Non
         assert not stock.whole()
         stock.watch(lambda: model.load_weights(list(weights(1).items())[2:]))
         assert stock.whole() == whole
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_a_weight_in_fp8_is_not_cast(plans: bool) -> None:
+    """Its scale would be of other items."""
+    model = Latent()
+    seen = Observations(model, plans=plans, filled=lambda: [model.k_scale])
+    for _ in range(2):
+        with pytest.raises(ApplyError, match="o was converted from bfloat16 to float8_e4m3fn without its scale"):
+            update(model, seen, weights(1) | {"o": torch.zeros(8, dtype=torch.bfloat16)})
+    update(model, seen, weights(1))

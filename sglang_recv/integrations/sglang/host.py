@@ -102,12 +102,24 @@ class SGLangHost:
         return any(getattr(module, "use_intel_amx_backend", False) for module in self.model().modules())
 
     @cached_property
+    def _replicated_q(self) -> bool:
+        copies = ("q_b_proj_qrep", "q_b_proj_qrep_weight", "w_kc_qrep")
+        return any(getattr(module, name, None) is not None for module in self.model().modules() for name in copies)
+
+    @cached_property
     def _with_kv_scales(self) -> tuple[torch.nn.Module, ...]:
         return quantized.layers_with_kv_scales(self.model())
 
+    @cached_property  # SGLang makes others of what was loaded there; these are from before the first session
+    def _kv_scales(self) -> tuple[float, ...]:
+        return tuple(value for _, value in quantized.kv_scales(self._with_kv_scales))
+
     @cached_property
     def _quantized(self) -> tuple[str, ...]:
-        return quantized.refusals(self.model(), read_headers(Path(self.model_path)))
+        found = quantized.refusals(self.model(), read_headers(Path(self.model_path)))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the trainer's staging is to find it
+        return found
 
     # --- facts -------------------------------------------------------------------------------------------------------
 
@@ -126,6 +138,8 @@ class SGLangHost:
             found.append("a weight update session of SGLang's own is open: call /end_weight_update first")
         if self._packed_for_amx:
             found.append("weights packed for Intel AMX: loaders would write into the packed layout")
+        if self._replicated_q:
+            found.append("dcp_replicate_q_proj: the gathered copies of q_b_proj would keep the old weights")
         if os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0").lower() in ("1", "true"):
             found.append("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED: it permutes expert weights again after each update")
         if not self._has_session and getattr(self._args, "moe_runner_backend", None) == "flashinfer_trtllm":
@@ -220,6 +234,7 @@ class SGLangHost:
 
     def finish_load(self) -> None:
         """See Host. ``load_weights`` has run, and with it what models derive after loading."""
+        self.fill()  # what a session that failed may have loaded there must not become the engine's own value
         if self._has_session:
             self._runner.weight_updater.end_weight_update(run_post_load=False)
 
@@ -229,7 +244,7 @@ class SGLangHost:
 
     def fill(self) -> None:
         """See Host."""
-        for parameter, value in quantized.kv_scales(self._with_kv_scales):
+        for (parameter, _), value in zip(quantized.kv_scales(self._with_kv_scales), self._kv_scales, strict=True):
             parameter.data.fill_(value)
 
     def after_writes(self) -> _NoFence | _Fences:

@@ -38,6 +38,11 @@ _OTHER_ITEMS: Final = {
     "convert_mxfp8_to_block": "weights converted from the MX format",
     "block_fp8_as_mxfp8": "weights converted to the MX format",
 }
+#: Layers whose loaders take a weight and its scale in one call only, and leave out the half that came alone
+#: (deepseek_weight_loader.py fuses these).
+_IN_ONE_CALL: Final = re.compile(r"(^|\.)indexer\.(wk|weights_proj|wk_weights_proj)$")
+#: Modules of models whose loaders quantize weights again by the scale that is there then (``ckpt_tp``).
+_AGAIN: Final = ("mimo_v2",)
 _KV_SCALES: Final = ("k_scale", "v_scale")
 _KV_SCALE_NAME: Final = re.compile(r"\.(k|v|kv)_scale$")
 
@@ -62,11 +67,16 @@ def refusals(model: torch.nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     """
     found: dict[str, str] = {}
     tried: dict[tuple[Any, ...], str | None] = {}
+    again = next((part for part in type(model).__module__.split(".") if part.startswith(_AGAIN)), None)
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None or isinstance(method, (*_PLAIN, BaseKVCacheMethod)):
             continue
         reason = _other_form(module, method)
+        if reason is None and _IN_ONE_CALL.search(name):
+            reason = f"{type(method).__name__}: its loader takes weight and scale in one call only"
+        if reason is None and again is not None:
+            reason = f"{type(method).__name__} of a {again} model: its loader quantizes weights again by other scales"
         if reason is None:
             kind = (type(method), *((p.dtype, tuple(p.shape), p.stride()) for p in module.parameters(recurse=False)))
             if kind not in tried:
@@ -108,6 +118,11 @@ def _other_form(module: torch.nn.Module, method: Any) -> str | None:
     for flag, meaning in _OTHER_ITEMS.items():
         if getattr(method, flag, False):
             return f"{kind} with {meaning}"
+    if getattr(module, "_mega_moe_weights_built", False):
+        return f"{kind} with its rows interleaved for MegaMoE"
+    alias = _other_view(module)
+    if alias is not None:
+        return f"{kind}: {alias} holds its weights in a form of its own"
     for weight_name, scale_name in pairs:
         weight, scale = getattr(module, weight_name, None), getattr(module, scale_name, None)
         if not isinstance(weight, torch.nn.Parameter) or not isinstance(scale, torch.nn.Parameter):
@@ -125,6 +140,19 @@ def _other_form(module: torch.nn.Module, method: Any) -> str | None:
                 f"{kind}: {scale_name} is {scale.dtype} of shape {list(scale.shape)}, loaders write torch.float32 of "
                 f"shape {list(blocks)}"
             )
+    return None
+
+
+def _other_view(module: torch.nn.Module) -> str | None:
+    """The name of an attribute that shares memory with a parameter of this layer, and is none of them."""
+    own = {id(parameter) for parameter in module._parameters.values()}
+    homes = {p.untyped_storage().data_ptr() for p in module._parameters.values() if p is not None and p.numel()}
+    for name, value in vars(module).items():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(part, torch.Tensor) or id(part) in own or part.layout is not torch.strided:
+                continue
+            if part.numel() and part.untyped_storage().data_ptr() in homes:
+                return name
     return None
 
 
