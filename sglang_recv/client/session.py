@@ -322,6 +322,7 @@ class Session:
             self._layout = self._as_sent()
             repeated = self._follower is not None and not self._follower.moved
             remember = "" if repeated else self._layout.token
+            self._rounds.staging.wait_mapped()
             for link in self._links:
                 link.send(Finish(self.id, self._rounds.sent, remember))
             self._rounds.wait(lambda link: link.prepared or link.committed, "finish")
@@ -341,8 +342,13 @@ class Session:
             When an engine refused, with the outcome of each engine.
         """
         self.finish()
-        with self._ends("committing"), self._clock.phase("commit"):
-            self._commit_all()
+        with self._ends("committing"), ThreadPoolExecutor(1, thread_name_prefix="sglang-recv-close") as aside:
+            # Every rank has read everything: giving memory back takes no longer than the engines' answers.
+            closing = aside.submit(self._rounds.staging.close)
+            with self._clock.phase("commit"):
+                self._commit_all()
+            with self._clock.phase("close"):
+                closing.result()
         assert self._layout is not None
         self._layouts.keep(self._layout)
         with self._clock.phase("close"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -94,8 +95,8 @@ class Staging:
         self._timeout = timeout
         self._devices = tuple(dict.fromkeys(link.device for link in links))
         self._next = 0
-        #: Buffers that ranks have not answered for.
-        self._offered = 0
+        #: The numbers of buffers that ranks have not answered for, in the order in which they were offered.
+        self._offered: deque[int] = deque()
         self._buffers: dict[int, Buffer] = {}
         self.slots: list[Buffer] = []
         self.slot_bytes = 0
@@ -145,11 +146,11 @@ class Staging:
             self.pools.by_number[pool].lend()
             number = self._lent[pool] = self._next
             self._next += 1
-            if self._offered >= _UNANSWERED:
+            if len(self._offered) >= _UNANSWERED:
                 self.wait_mapped()
             for link in self._links:
                 _offer(link, self._session, number, self.pools.by_number[pool].buffer, self._timeout)
-            self._offered += 1
+            self._offered.append(number)
         return self._lent[pool]
 
     def smallest_lent(self, pool: int = 0) -> int:
@@ -176,12 +177,12 @@ class Staging:
         # All of them before the first answer: ranks and this side work at the same time.
         for buffer in buffers:
             buffer.offer(self._links, self._session, self._timeout)
-            self._offered += 1
+            self._offered.append(buffer.number)
 
-    def wait_mapped(self) -> None:
-        """Return once every rank has mapped all that it was offered."""
-        while self._offered:
-            self._offered -= 1
+    def wait_mapped(self, numbers: Collection[int] | None = None) -> None:
+        """Return once every rank has mapped the buffers ``numbers``; all that it was offered, when that is None."""
+        while self._offered and (numbers is None or not set(numbers).isdisjoint(self._offered)):
+            self._offered.popleft()
             for link in self._links:
                 link.mapped(self._timeout)
 
