@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -12,7 +14,36 @@ from sglang_recv.errors import RecvError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 when it did what it should, 1 when it failed, 2 for a wrong call."""
+    """Run one command; the exit code is 0 when it did what it should, 1 when it failed, 2 for a wrong call.
+
+    When whoever reads its output has gone (``| head``), it ends without a word, with 1.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # or Python would, at its end, where nobody can catch it
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # Python flushes once more at its end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return 1
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe or a socket without a reader: sockets to an engine break in the same way."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    except (OSError, ValueError):  # it has no fd
+        return False
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="sglang-recv", description="Weight updates for SGLang engines.")
     parser.add_argument("--version", action="version", version=f"sglang-recv {metadata.version('sglang-recv')}")
     commands = parser.add_subparsers(dest="command", required=True)

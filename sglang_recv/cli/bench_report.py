@@ -31,6 +31,8 @@ class Found:
     left_out: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    #: The modes whose updates left what was digested, by the name of the digest.
+    left_by: dict[str, list[str]] = field(default_factory=dict)
     #: What SGLang's /weights_checker says after its snapshot, a reset and an update; None where it was not asked.
     compare: bool | None = None
     #: Why it was cut off, or empty.
@@ -48,6 +50,7 @@ class Found:
             self.failed[told["mode"]] = told["reason"]
         elif kind == "digest":
             self.digests[told["of"]] = told["digest"]
+            self.left_by[told["of"]] = told.get("modes", [])
 
     @property
     def digests_equal(self) -> bool | None:
@@ -56,6 +59,24 @@ class Found:
             return None
         ours = {digest for name, digest in self.digests.items() if name == "stock" or name.startswith("ours")}
         return len(ours) == 1 and self.digests[OTHER] not in ours
+
+    @property
+    def without_a_time(self) -> dict[str, str]:
+        """Modes that are not timed, with the reason: they failed, or left other bytes than they should."""
+        found = dict(self.failed)
+        stock, other = self.digests.get("stock"), self.digests.get(OTHER)
+        for name, modes in self.left_by.items():
+            held = self.digests[name]
+            if name == OTHER:
+                reason = "" if held != stock else f"other weights left the same bytes, checksum {held}"
+            else:
+                due = other if name == CHECKPOINT_ENGINE else stock
+                reason = (
+                    "" if held == due else f"the engine holds other bytes than stock left: checksum {held}, not {due}"
+                )
+            if reason:
+                found |= {mode: reason for mode in modes if mode not in found}
+        return found
 
     @property
     def wrong(self) -> str:
@@ -68,9 +89,11 @@ class Found:
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each mode, with the median of its laps beside stock's and the limit."""
-        medians = {mode: statistics.median(lap["seconds"] for lap in laps) for mode, laps in self.laps.items()}
+        untimed = self.without_a_time
+        timed = {mode: laps for mode, laps in self.laps.items() if mode not in untimed}
+        medians = {mode: statistics.median(lap["seconds"] for lap in laps) for mode, laps in timed.items()}
         found = []
-        for mode, laps in self.laps.items():
+        for mode, laps in timed.items():
             fresh = mode == STOCK_FRESH or mode.startswith(FRESH)
             found.append(
                 {
@@ -83,13 +106,15 @@ class Found:
                     "copies": laps[0]["copies"],
                 }
             )
-        for mode, reason in self.failed.items():
+        for mode, reason in untimed.items():
             found.append({"model": self.model, "mode": mode, "seconds": None, "failed": reason})
         return found
 
     def summary(self) -> dict[str, Any]:
         """Everything else: of each mode the lap in the middle."""
-        middle = {mode: sorted(laps, key=_seconds)[len(laps) // 2] for mode, laps in self.laps.items()}
+        untimed = self.without_a_time
+        timed = {mode: laps for mode, laps in self.laps.items() if mode not in untimed}
+        middle = {mode: sorted(laps, key=_seconds)[len(laps) // 2] for mode, laps in timed.items()}
         kept = ("phases", "rank_phases", "plan", "rounds", "staging_bytes")
         parts = {name: {mode: lap[name] for mode, lap in middle.items() if lap.get(name) is not None} for name in kept}
         return {
@@ -173,7 +198,10 @@ def _phases(summary: Mapping[str, Any]) -> list[str]:
     """For each mode that has phases, both sides and what its plan did."""
     lines = []
     for mode, phases in summary.get("phases", {}).items():
-        lines.append(f"  {mode}: ms on this side: {_milliseconds(phases)}")
+        # Not among those that add up: ranks load meanwhile.
+        mine = {name: seconds for name, seconds in phases.items() if name != "load"}
+        beside = f"; meanwhile the ranks load for {phases['load'] * 1e3:.1f}" if "load" in phases else ""
+        lines.append(f"  {mode}: ms on this side: {_milliseconds(mine)}{beside}")
         rank = summary.get("rank_phases", {}).get(mode)
         plan = summary.get("plans", {}).get(mode)
         if rank:

@@ -145,7 +145,7 @@ def on_fresh_stock(held: Held) -> None:
     _measure_limit(held)
     _settle(held)
     STOCK_FRESH.run(held)
-    emit("digest", of="stock", digest=held.digest())
+    _digest(held, "stock", STOCK_FRESH)
 
 
 def in_turn(held: Held) -> None:
@@ -166,10 +166,10 @@ def in_turn(held: Held) -> None:
     # The weights were the same in every lap so far: a way that wrote nothing would pass. So others, and back.
     _negate(held)
     stock(held)
-    emit("digest", of=bench_report.OTHER, digest=held.digest())
+    _digest(held, bench_report.OTHER, STOCK)
     _negate(held)
     ours(held)
-    emit("digest", of="ours", digest=held.digest())
+    _digest(held, "ours", *AT_FIRST, STEADY, *AFTER)
 
 
 def in_place(held: Held) -> None:
@@ -179,20 +179,20 @@ def in_place(held: Held) -> None:
     stock(held)  # others, so that what ours writes is seen
     _negate(held)
     IN_PLACE.run(held)
-    emit("digest", of="ours, in place", digest=held.digest())
+    _digest(held, "ours, in place", IN_PLACE)
 
 
 def under_saver(held: Held) -> None:
     """A process whose memory is all the memory saver's."""
     _settle(held)
     SAVER.run(held)
-    emit("digest", of="ours, under the memory saver", digest=held.digest())
+    _digest(held, "ours, under the memory saver", SAVER)
 
 
 def once(held: Held) -> None:
     """One update."""
     ours(held)
-    emit("digest", of="ours, once more", digest=held.digest())
+    _digest(held, "ours, once more")
 
 
 def by_checkpoint_engine(held: Held) -> None:
@@ -212,10 +212,11 @@ def by_checkpoint_engine(held: Held) -> None:
             phases = server.update(held.tensors, held.version())
             return {"seconds": sum(phases.values()), "phases": phases}
 
-        Mode(CHECKPOINT_ENGINE, update, copies=0, laps=min(held.laps, 3), warm_up=1).run(held)
+        mode = Mode(CHECKPOINT_ENGINE, update, copies=0, laps=min(held.laps, 3), warm_up=1)
+        mode.run(held)
         _negate(held)  # what stock sent for others
         update(held)
-        emit("digest", of=CHECKPOINT_ENGINE, digest=held.digest())
+        _digest(held, CHECKPOINT_ENGINE, mode)
     except Exception as error:  # it is another project's code, and must not end the bench
         failed(error)
 
@@ -228,6 +229,11 @@ PROGRAMS: Final[dict[str, Callable[[Held], None]]] = {
     "once": once,
     CHECKPOINT_ENGINE: by_checkpoint_engine,
 }
+
+
+def _digest(held: Held, of: str, *modes: Mode) -> None:
+    """Tell what the engine holds now, and which rows stand or fall with it."""
+    emit("digest", of=of, digest=held.digest(), modes=[mode.name for mode in modes])
 
 
 def _measure_limit(held: Held) -> None:

@@ -28,6 +28,7 @@ _SMALL_BOUNDS: Final = (8 << 20, 64 << 20)
 PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _numbers = itertools.count(1)
+#: Not weak references: torch alone knows which tensors are left on a GPU, and a collector must not wait for its lock.
 _pools: dict[int, ExportablePool] = {}
 #: Of what is above, and of all pools' counts.
 _lock = threading.RLock()

@@ -170,12 +170,12 @@ class Replicated:
         self._mailbox.post(OpenVoted(carrier.session, error, applier))
 
     def _may_open(self, carrier: OpenCarrier) -> Applier:
+        self._check_mapped()  # first, since what follows reads tables of quantized layers
         reasons = self._host.unsupported()
         if reasons:
             raise UnsupportedError(
                 "this engine's weights cannot be updated online", fix="see docs/limits.md", details=reasons
             )
-        self._check_mapped()
         if carrier.kind != "full" and self._state != READY:
             raise FullUpdateRequiredError(f"weights are {self._state}: {self._reason}", fix=REPAIR)
         return self._make_applier(carrier.kind)

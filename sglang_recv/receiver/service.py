@@ -488,6 +488,12 @@ class Service:
                 answer = self._map(owner, sender, message, handed)
         except RecvError as error:
             answer = Error.of(error, owner, self._mailbox.status.state)
+        except Exception as failed:
+            # Answered here: the sender listens to this socket alone until it has an answer.
+            logger.exception("a message on the fd socket failed")
+            reason = f"rank {self._facts.rank} cannot map a buffer: {type(failed).__name__}: {failed}"
+            internal = InternalError(reason, fix="the engine's log has the traceback; report it")
+            answer = Error.of(internal, owner, self._mailbox.status.state)
         finally:
             if passed is not None:
                 passed.close()

@@ -394,8 +394,13 @@ class RankSession:
                     fix="announce the peak in Open",
                 )
             begun = time.monotonic()
-            buffer = live.buffers[message.buffer] = import_buffer(self._device, fd, message.nbytes)
-            live.views[message.buffer] = manifest.Views(buffer.tensor())
+            buffer = import_buffer(self._device, fd, message.nbytes)
+            try:
+                views = manifest.Views(buffer.tensor())
+            except BaseException:
+                buffer.close()
+                raise
+            live.buffers[message.buffer], live.views[message.buffer] = buffer, views
             live.mapping += time.monotonic() - begun
 
     def error(self, error: RecvError, session: str | None, peer: bytes | None = None) -> bool:

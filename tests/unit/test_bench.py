@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import select
 import signal
 import subprocess
 import sys
@@ -42,8 +43,8 @@ def told(*events: dict[str, Any], model: str = "8b") -> Found:
     return found
 
 
-def digest(of: str, value: str) -> dict[str, Any]:
-    return {"event": "digest", "of": of, "digest": value}
+def digest(of: str, value: str, *modes: str) -> dict[str, Any]:
+    return {"event": "digest", "of": of, "digest": value, "modes": list(modes)}
 
 
 EQUAL = (digest("stock", "a1"), digest("other weights", "b2"), digest("ours", "a1"))
@@ -56,7 +57,12 @@ EVENTS = (
     lap("stock", 0.2),
     lap("steady", 0.05, phases={"pack": 1.0}, rank_phases={"load": 1.0}),
     lap("stock", 0.32),
-    lap("steady", 0.04, phases={"pack": 0.007, "wait": 0.002}, rank_phases={"load": 0.006, "flush": 0.001}),
+    lap(
+        "steady",
+        0.04,
+        phases={"pack": 0.007, "load": 0.0065, "wait": 0.002},
+        rank_phases={"load": 0.006, "flush": 0.001},
+    ),
     lap("stock", 0.24),
     lap("steady", 0.03, phases={"pack": 2.0}, rank_phases={"load": 2.0}),
     lap("in place", 0.012, copies=1),
@@ -104,7 +110,8 @@ def test_the_table_has_the_ratios_and_both_sides_of_the_lap_in_the_middle(tmp_pa
         "checkpoint-engine 0.9600 0.2400 0.25x - -",
         "another failed: RuntimeError: it cannot",
         "steady, trainer under the memory saver left out: needs a GPU",
-        "steady: ms on this side: pack 7.0 wait 2.0",
+        "steady: ms on this side: pack 7.0 wait 2.0; meanwhile the ranks load for 6.5",
+        "first update of a fresh engine: recording: ms on this side: pack 12.5; meanwhile the ranks load for 250.0",
         "on the rank: load 6.0 flush 1.0",
     ):
         assert line in lines
@@ -126,6 +133,39 @@ def test_a_bench_ends_well_only_with_equal_bytes(digests: tuple[dict[str, Any], 
     found = told(*EVENTS[:-3], *digests)
     assert found.digests_equal is equal
     assert ("checksums are not as they must be" in found.wrong) is (equal is not True)
+
+
+@pytest.mark.parametrize(
+    ("of", "value", "modes", "reason"),
+    [
+        ("checkpoint-engine", "a1", ("checkpoint-engine",), "other bytes than stock left: checksum a1, not b2"),
+        ("ours, in place", "c3", ("in place",), "other bytes than stock left: checksum c3, not a1"),
+        ("ours", "c3", ("steady", "second update: proving"), "other bytes than stock left: checksum c3, not a1"),
+        ("other weights", "a1", ("stock",), "other weights left the same bytes, checksum a1"),
+    ],
+    ids=["checkpoint-engine", "in place", "ours", "stock"],
+)
+def test_a_row_without_the_bytes_that_it_should_leave_has_no_time(
+    of: str, value: str, modes: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    found = told(*EVENTS, digest(of, value, *modes))
+    assert (found.wrong == "") is (of == "checkpoint-engine")
+    report = bench_report.write(tmp_path / "bench.json", "sglang-recv bench", ON, [found])
+    rows = {row["mode"]: row for row in report["rows"]}
+    assert len(rows) == len(report["rows"]), "each once"
+    assert {mode for mode, row in rows.items() if row["seconds"] is None} == {*modes, "another"}
+    assert (rows["in place"].get("stock_seconds") is None) is bool({"stock", "in place"} & set(modes))
+    lines = [" ".join(line.split()) for line in bench_report.table(report, "8b").splitlines()]
+    for mode in modes:
+        assert any(line.startswith(f"{mode} failed: ") and line.endswith(reason) for line in lines)
+        assert not any(line.startswith(f"{mode}: ms on this side") for line in lines)
+    bench_report.draw(report, tmp_path / "bench.png")
+
+
+def test_a_way_that_failed_after_some_laps_has_no_time() -> None:
+    found = told(*EVENTS, {"event": "failed", "mode": "checkpoint-engine", "reason": "it hangs"})
+    rows = [row for row in found.rows() if row["mode"] == "checkpoint-engine"]
+    assert rows == [{"model": "8b", "mode": "checkpoint-engine", "seconds": None, "failed": "it hangs"}]
 
 
 def test_a_failed_comparison_and_a_cut_off_run_are_wrong_too() -> None:
@@ -211,12 +251,32 @@ def test_the_end_of_its_time_and_sigterm_stop_it_once(seconds: float | None, rea
 
 def test_a_trainer_that_hangs_is_ended() -> None:
     hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
-    process = subprocess.Popen(hangs, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(hangs, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with bench._killed_after(process, 0.05) as late:
         assert process.stdout is not None
         assert process.stdout.read() == ""
-        assert process.wait() == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL
     assert late()
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["out of time", "in time"])
+def test_what_a_trainer_started_ends_with_it(hangs: bool, tmp_path: Path) -> None:
+    # Whoever holds the pipe's write end still runs: nobody does, once it reads as ended.
+    held, end = os.pipe()
+    child = "subprocess.Popen(['sleep', '600'], pass_fds=[int(sys.argv[1])]); print('started', flush=True)"
+    code = "import subprocess, sys, time; " + child + ("; time.sleep(600)" if hangs else "")
+    program = [sys.executable, "-c", code, str(end)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True, pass_fds=[end])
+    os.close(end)
+    with bench._killed_after(process, 5.0 if hangs else None) as late:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        assert has_ended(process.pid, PATIENCE)
+    assert late() is hangs
+    assert process.returncode == (-signal.SIGKILL if hangs else 0)
+    with open(held, "rb") as pipe:
+        assert select.select([pipe], [], [], PATIENCE)[0], "its child is still there"
+        assert pipe.read() == b""
 
 
 def options(tmp_path: Path, *, saver: bool = True) -> bench.Options:
@@ -332,8 +392,8 @@ def test_what_is_not_there_is_left_out_with_a_reason(machine: Machine, tmp_path:
     ("failure", "digests", "reason"),
     [
         (DeadlineError("it hangs", fix=""), (), "it hangs"),
-        (None, (digest("checkpoint-engine", "c3"),), "other bytes than stock left"),
-        (None, (digest("checkpoint-engine", "b2"),), None),
+        (None, (digest("checkpoint-engine", "c3", "checkpoint-engine"),), "other bytes than stock left"),
+        (None, (digest("checkpoint-engine", "b2", "checkpoint-engine"),), None),
     ],
     ids=["hangs", "writes something else", "is right"],
 )
@@ -350,9 +410,9 @@ def test_checkpoint_engine_cannot_end_the_bench(
     found = Found("8b")
     bench._time(found, "cuda", options(tmp_path))
     if reason is None:
-        assert "checkpoint-engine" not in found.failed
+        assert "checkpoint-engine" not in found.without_a_time
     else:
-        assert reason in found.failed["checkpoint-engine"]
+        assert reason in found.without_a_time["checkpoint-engine"]
     assert found.wrong == ""
 
 

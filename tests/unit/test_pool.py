@@ -17,7 +17,7 @@ import torch
 from sglang_recv import ExportablePool, Session, WeightClient, exportable_pool, new_session_id
 from sglang_recv.client.layout import Sizes
 from sglang_recv.client.link import RankLink
-from sglang_recv.client.pool import Pools
+from sglang_recv.client.pool import Pools, pools_on
 from sglang_recv.client.staging import Staging
 from sglang_recv.errors import SessionStateError, StagingMemoryError, UnsupportedError
 from sglang_recv.wire import Announce, Load, OfferBuffer, Repeat
@@ -434,6 +434,21 @@ def test_a_small_pool_that_is_not_used_changes_nothing(engine: Engine, sender: W
         sender.update(iter(tensors.items()), "v1")
         check(engine, 1.0, "v1")
         assert kinds(sent) == [Load]
+        tensors.clear()
+
+
+def test_a_pool_that_was_dropped_keeps_its_tensors(
+    engine: Engine, sender: WeightClient, packed: list[torch.Tensor]
+) -> None:
+    made = exportable_pool(1 << 16, "cpu")
+    number, tensors = made.number, into(made, weights(1.0))
+    del made
+    gc.collect()
+    (left,) = (pool for pool in pools_on(torch.device("cpu")) if pool.number == number)
+    with left:
+        sender.update(tensors, "v1")
+        check(engine, 1.0, "v1")
+        assert not packed
         tensors.clear()
 
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import pytest
@@ -28,6 +28,7 @@ from sglang_recv.errors import ApplyError, NotPausedError, RecvError, SessionAbo
 from sglang_recv.fdpass import MAX_MESSAGE, FdConnection, make_private_dir
 from sglang_recv.fds import OwnedFd
 from sglang_recv.memory import ExportableBuffer, allocate
+from sglang_recv.memory.memfd import MemfdBuffer
 from sglang_recv.receiver import service as service_module
 from sglang_recv.receiver import session as session_module
 from sglang_recv.receiver.catalog import Catalog
@@ -674,6 +675,30 @@ def test_a_session_id_is_used_once(served: Served) -> None:
             assert "was used before" in answer.message
         served.check_alive()
     assert served.carriers.empty()
+
+
+@pytest.mark.parametrize("where", ["import_buffer", "view"])
+def test_a_buffer_that_cannot_be_mapped_for_whatever_reason_is_answered(
+    where: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mapped()
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("a driver of another kind")
+
+    with Sender(served) as sender:
+        sender.open(served)
+        with monkeypatch.context() as patched:
+            if where == "view":
+                patched.setattr(MemfdBuffer, "_view", fail)
+            else:
+                patched.setattr(session_module, "import_buffer", fail)
+            refused = sender.offer()
+        assert (refused.error_code, refused.session) == ("INTERNAL", A)
+        assert "rank 0 cannot map a buffer: RuntimeError: a driver of another kind" in refused.message
+        assert mapped() == before + 1, "the sender's own"
+        assert sender.offer() == BufferMapped(A, 0), "the session goes on, and the id is free"
+        assert served.carriers.empty()
 
 
 def test_a_connection_outlives_its_session_and_belongs_to_none(served: Served) -> None:

@@ -92,6 +92,7 @@ class SGLangHost:
         # SGLang's DeepSeek loaders fuse the two only in models that have a low-rank query.
         low_rank = getattr(text, "q_lora_rank", None) is not None
         self.groups: tuple[tuple[str, ...], ...] = LOADED_TOGETHER if low_rank else ()
+        self._refusals = quantized.Refusals(self.model, lambda: read_headers(Path(self.model_path)))
 
     @property
     def _runner(self) -> Any:
@@ -114,13 +115,6 @@ class SGLangHost:
     def _kv_scales(self) -> tuple[float, ...]:
         return tuple(value for _, value in quantized.kv_scales(self._with_kv_scales))
 
-    @cached_property
-    def _quantized(self) -> tuple[str, ...]:
-        found = quantized.refusals(self.model(), read_headers(Path(self.model_path)))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the trainer's staging is to find it
-        return found
-
     # --- facts -------------------------------------------------------------------------------------------------------
 
     def model(self) -> torch.nn.Module:
@@ -133,7 +127,7 @@ class SGLangHost:
         found = []
         quantization = getattr(self._runner.model_config, "quantization", None)
         if quantization:
-            found += [f"quantization {quantization!r}: {reason}" for reason in self._quantized]
+            found += [f"quantization {quantization!r}: {reason}" for reason in self._refusals.find()]
         if getattr(self._updater, "_session", None) is not None:
             found.append("a weight update session of SGLang's own is open: call /end_weight_update first")
         if self._packed_for_amx:

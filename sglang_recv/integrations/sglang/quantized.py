@@ -9,7 +9,7 @@ weights, shuffled experts). Nothing tells from outside, so the step is tried on 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -47,47 +47,86 @@ _KV_SCALES: Final = ("k_scale", "v_scale")
 _KV_SCALE_NAME: Final = re.compile(r"\.(k|v|kv)_scale$")
 
 
-def refusals(model: torch.nn.Module, names: Iterable[str]) -> tuple[str, ...]:
-    """Why a quantized model cannot be updated in place: for each reason the first layer that has it.
+class Refusals:
+    """Why a quantized model cannot be updated in place, if it cannot.
 
-    It needs memory for one more layer of each shape, on the device, for a moment. Weights are not read: a memory saver
-    may have released them.
+    Looking needs memory for one more layer of each form, on the device, for a moment. Weights are not read.
 
     Parameters
     ----------
     model
-        The model, as it serves.
+        Gives the model, as it serves.
     names
-        Tensors of its checkpoint, where that is known.
-
-    Raises
-    ------
-    StagingMemoryError
-        When the device has no such memory now.
+        Gives the tensors of its checkpoint, where these are known.
     """
-    found: dict[str, str] = {}
-    tried: dict[tuple[Any, ...], str | None] = {}
-    again = next((part for part in type(model).__module__.split(".") if part.startswith(_AGAIN)), None)
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None or isinstance(method, (*_PLAIN, BaseKVCacheMethod)):
-            continue
-        reason = _other_form(module, method)
-        if reason is None and _IN_ONE_CALL.search(name):
-            reason = f"{type(method).__name__}: its loader takes weight and scale in one call only"
-        if reason is None and again is not None:
-            reason = f"{type(method).__name__} of a {again} model: its loader quantizes weights again by other scales"
-        if reason is None:
-            kind = (type(method), *((p.dtype, tuple(p.shape), p.stride()) for p in module.parameters(recurse=False)))
-            if kind not in tried:
-                tried[kind] = _changed_by_processing(module, method)
-            reason = tried[kind]
-        if reason is not None:
-            found.setdefault(reason, name)
-    scale = next((name for name in names if _KV_SCALE_NAME.search(name)), None)
-    if scale is not None:
-        found.setdefault("a scale of the KV cache, of which loaders leave a copy behind", scale)
-    return tuple(f"{name}: {reason}" for reason, name in found.items())
+
+    def __init__(self, model: Callable[[], torch.nn.Module], names: Callable[[], Iterable[str]]) -> None:
+        self._model = model
+        self._names = names
+        #: What was found, by the form of a layer.
+        self._tried: dict[Hashable, str | None] = {}
+        self._found: tuple[str, ...] | None = None
+
+    def find(self) -> tuple[str, ...]:
+        """For each reason the first layer that has it.
+
+        It is looked for once, but a step that raised is tried again by the next call: it may have been out of memory.
+
+        Raises
+        ------
+        StagingMemoryError
+            When the device has no such memory now.
+        """
+        if self._found is None:
+            try:
+                reasons, failed = self._look()
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # the trainer's staging is to find it
+            if failed:
+                return reasons
+            self._found = reasons
+        return self._found
+
+    def _look(self) -> tuple[tuple[str, ...], bool]:
+        """The reasons, and whether a step failed."""
+        found: dict[str, str] = {}
+        failed = False
+        model = self._model()
+        again = next((part for part in type(model).__module__.split(".") if part.startswith(_AGAIN)), None)
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if method is None or isinstance(method, (*_PLAIN, BaseKVCacheMethod)):
+                continue
+            reason = _other_form(module, method)
+            if reason is None and _IN_ONE_CALL.search(name):
+                reason = f"{type(method).__name__}: its loader takes weight and scale in one call only"
+            if reason is None and again is not None:
+                reason = (
+                    f"{type(method).__name__} of a {again} model: its loader quantizes weights again by other scales"
+                )
+            if reason is None:
+                try:
+                    reason = self._changed_by_processing(module, method)
+                except _StepError as error:
+                    reason, failed = str(error), True
+            if reason is not None:
+                found.setdefault(reason, name)
+        scale = next((name for name in self._names() if _KV_SCALE_NAME.search(name)), None)
+        if scale is not None:
+            found.setdefault("a scale of the KV cache, of which loaders leave a copy behind", scale)
+        return tuple(f"{name}: {reason}" for reason, name in found.items()), failed
+
+    def _changed_by_processing(self, module: torch.nn.Module, method: Any) -> str | None:
+        """What SGLang's step after loading changes in a layer like this one; None when it changes nothing."""
+        form = probe.form(method.process_weights_after_loading, module)
+        if form not in self._tried:
+            self._tried[form] = _try_processing(module, method)
+        return self._tried[form]
+
+
+class _StepError(Exception):
+    """A step that was tried has raised."""
 
 
 def layers_with_kv_scales(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
@@ -156,18 +195,18 @@ def _other_view(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _changed_by_processing(module: torch.nn.Module, method: Any) -> str | None:
-    """What SGLang's step after loading changes in a layer like this one; None when it changes nothing."""
+def _try_processing(module: torch.nn.Module, method: Any) -> str | None:
+    """See Refusals._changed_by_processing."""
     kind = type(method).__name__
     try:
         changed = probe.changed_by(method.process_weights_after_loading, module)
     except torch.OutOfMemoryError as error:
-        # Not a reason, which would be kept: there may be memory next time.
-        size = sum(p.nbytes for p in module.parameters(recurse=False))
+        size = sum(p.nbytes for p in module.parameters())
         raise StagingMemoryError(
             f"what {kind} does after loading must be tried once, and the device has no {size} bytes for it: {error}",
             fix="release the engine's KV cache for the first update, or lower --mem-fraction-static",
         ) from None
     except Exception as error:  # whatever it is, what it would do to real weights is not known
-        return f"{kind}: its step after loading fails on random bytes: {type(error).__name__}: {error}"
+        said = f"{kind}: its step after loading fails on random bytes: {type(error).__name__}: {error}"
+        raise _StepError(said) from None
     return f"{kind}: after loading it changes {', '.join(changed)}" if changed else None
