@@ -42,6 +42,8 @@ class Follower:
         self._lent: list[torch.Tensor] = []
         #: Where they lie in their buffers. Pools' tensors may have moved inside of their pools.
         self._offsets: list[int] = []
+        #: Copies of tensors of a group that is not complete, of a lazy source.
+        self.held: list[tuple[str, torch.Tensor]] = []
         self._moved: dict[int, SentRound] = {}
 
     @property
@@ -117,6 +119,40 @@ class Follower:
             self._pack(tensors, places)
             taken += len(tensors)
         return taken
+
+    def take_lazily(self, name: str, tensor: torch.Tensor) -> bool:
+        """Send one tensor whose memory its source may use for the next one. False when another was due: then what is
+        in :attr:`held` must go another way too, before it."""
+        if not self._layout.in_order or self.complete:
+            return False
+        sent, number = self._layout.rounds[self._number], self._filled + len(self.held)
+        if number >= len(sent.specs) or not _is(name, tensor, sent.expected[number]):
+            return False
+        if self.held or name in self._layout.mates:
+            return self._take_held(name, tensor)
+        if sent.pools or self._rounds.find(tensor) is not None:
+            return self.take(((name, tensor),)) == 1
+        if self._buffer is None:
+            self._buffer = self._rounds.large(sent.nbytes) if sent.large else self._rounds.next_slot()
+        self._rounds.pack_one(self._buffer, sent.offsets[number], tensor)
+        self._offsets.append(sent.offsets[number])
+        self._filled += 1
+        self._send_full(sent)
+        return True
+
+    def _take_held(self, name: str, tensor: torch.Tensor) -> bool:
+        """Of a group that only one bucket may hold, nothing is packed before all of it is there."""
+        names = self._layout.mates.get(self.held[0][0] if self.held else name, ())
+        if name not in names:
+            return False
+        self.held.append((name, tensor.detach().clone()))
+        if len(self.held) < len(names):
+            return True
+        held, self.held = self.held, []
+        if self.take(held):
+            return True
+        self.held = held[:-1]
+        return False
 
     def pad(self) -> bool:
         """Send a round without tensors; False when none followed here."""
@@ -206,6 +242,10 @@ class Follower:
         for number, place in enumerate(places, self._filled):
             self._offsets.append(sent.offsets[number] if place is None else place.offset)
         self._filled += len(tensors)
+        self._send_full(sent)
+
+    def _send_full(self, sent: SentRound) -> None:
+        """Send the bucket when all of its tensors are in it."""
         if self._filled == len(sent.specs):
             sent = self._found_at(self._number, self._offsets)
             self._sent(sent, self._buffer, self._rounds.lend(self._lent, sent.lent_bytes))

@@ -111,6 +111,17 @@ class Packer:
             torch._foreach_copy_(targets, sources, non_blocking=on_device)
             return self.event()
 
+    def pack_one(self, buffer: Views, offset: int, tensor: torch.Tensor) -> torch.cuda.Stream | None:
+        """Start copying one tensor. The stream that does it, which :meth:`pack` would have recorded an event on: where
+        there are thousands, one for all of them does. None when it is done."""
+        if not tensor.numel():
+            return None
+        on_device = self._device.type == "cuda"
+        with torch.inference_mode(False):
+            target = buffer.at(offset, tensor.dtype, tuple(tensor.shape))
+            target.copy_(tensor.detach(), non_blocking=on_device and tensor.is_cuda)
+        return torch.cuda.current_stream(self._device) if on_device else None
+
     def prepare(
         self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None = None
     ) -> Prepared | None:

@@ -187,6 +187,14 @@ class Rounds:
         with self._clock.phase("pack"):
             self.staging.pack(buffer, tensors)
 
+    def pack_one(self, buffer: Buffer, offset: int, tensor: torch.Tensor) -> None:
+        """Start copying one tensor, whose memory its source may reuse behind that."""
+        self._clock.enter("pack")
+        try:
+            self.staging.pack_one(buffer, offset, tensor)
+        finally:
+            self._clock.leave()
+
     def prepare(
         self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None = None
     ) -> list[Prepared] | None:

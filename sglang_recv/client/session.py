@@ -261,9 +261,15 @@ class Session:
         for pair in pairs:
             if self._follower is None:
                 yield pair
-            elif not self._follower.take((pair,)):
+            elif not self._follower.take_lazily(*pair):
+                held = self._follower.held
                 self._leave()
+                yield from held
                 yield pair
+        if self._follower is not None and self._follower.held:
+            held = self._follower.held
+            self._leave()
+            yield from held
 
     def _leave(self) -> None:
         """This session is not a repetition any more."""

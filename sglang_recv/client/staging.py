@@ -31,6 +31,8 @@ class Buffer:
         self.free_at = 0
         #: Copies into it that were started.
         self.pending: list[Pending] = []
+        #: Streams that do more of them.
+        self.streams: dict[torch.cuda.Stream, None] = {}
         self.parts: dict[str, ExportableBuffer] = {}
         self.views: dict[str, Views] = {}
         try:
@@ -55,10 +57,12 @@ class Buffer:
     @property
     def packed(self) -> bool:
         """True when nothing that was started can still be on its way: on a CPU."""
-        return not any(self.pending)
+        return not any(self.pending) and not self.streams
 
     def wait_packed(self) -> None:
         """Return once the device has done every copy that was started."""
+        self.pending += [stream.record_event() for stream in self.streams]
+        self.streams.clear()
         for event in self.pending:
             if event is not None:
                 event.synchronize()
@@ -69,6 +73,7 @@ class Buffer:
         with contextlib.suppress(RuntimeError):  # of a device in trouble: the memory is given back all the same
             self.wait_packed()
         self.pending.clear()
+        self.streams.clear()
         self.views.clear()
         for part in self.parts.values():
             part.close()
@@ -195,6 +200,13 @@ class Staging:
         """Start copying tensors to their offsets, on every device."""
         for device, views in buffer.views.items():
             buffer.pending.append(self._packers[device].pack(views, tensors))
+
+    def pack_one(self, buffer: Buffer, offset: int, tensor: torch.Tensor) -> None:
+        """Start copying one tensor to its offset, on every device."""
+        for device, views in buffer.views.items():
+            stream = self._packers[device].pack_one(views, offset, tensor)
+            if stream is not None:
+                buffer.streams[stream] = None
 
     def prepare(
         self, tables: Tables, first: int, tensors: Sequence[torch.Tensor], addresses: np.ndarray | None

@@ -52,13 +52,18 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Every tensor that is packed."""
     found: list[torch.Tensor] = []
-    pack = Staging.pack
+    pack, pack_one = Staging.pack, Staging.pack_one
 
     def recorded(staging: Staging, buffer: Any, tensors: Any) -> None:
         found.extend(tensor for _, tensor in tensors)
         pack(staging, buffer, tensors)
 
+    def recorded_one(staging: Staging, buffer: Any, offset: int, tensor: torch.Tensor) -> None:
+        found.append(tensor)
+        pack_one(staging, buffer, offset, tensor)
+
     monkeypatch.setattr(Staging, "pack", recorded)
+    monkeypatch.setattr(Staging, "pack_one", recorded_one)
     return found
 
 
