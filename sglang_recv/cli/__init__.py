@@ -20,9 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return _run(arguments)
-        finally:
-            sys.stdout.flush()  # or Python would, at its end, where nobody can catch it
+            code = _run(arguments)
+        except SystemExit:  # of --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # or Python would, at its end, where nobody can catch it
+        return code
     except BrokenPipeError:
         if not _reader_is_gone():
             raise

@@ -212,11 +212,7 @@ class Filler:
         for spec, tensor, number, place in tensors:
             if place is None:
                 fill.entries.append(Entry(spec, self._number_of(fill.buffer, 0), fill.used))
-                if self._rounds.kept:
-                    fill.waiting.append((fill.used, tensor))
-                else:
-                    assert fill.buffer is not None
-                    self._rounds.pack_one(fill.buffer, fill.used, tensor)
+                fill.waiting.append((fill.used, tensor))
                 fill.used += manifest.align(manifest.nbytes(spec))
                 fill.pools.append(0)
             else:
@@ -226,6 +222,8 @@ class Filler:
                 fill.lent_bytes += manifest.nbytes(spec)
                 fill.pools.append(place.pool)
             self.order.append(number)
+        if not self._rounds.kept:
+            self._pack(fill)
 
     def _number_of(self, buffer: Buffer | None, pool: int) -> int:
         """The number of the buffer, or of a pool."""

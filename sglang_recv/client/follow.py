@@ -164,15 +164,21 @@ class Follower:
     @property
     def between_rounds(self) -> bool:
         """True when nothing waits in a bucket that is being filled."""
-        return self._filled == 0
+        return self._filled == 0 and not self.held
 
     @property
     def lends(self) -> bool:
         """True when tensors of a bucket that is being filled are read where they are."""
         return bool(self._lent)
 
+    def let_go(self) -> None:
+        """Before a call returns: its caller may use the streams for what must not be waited for here."""
+        if self._buffer is not None:
+            self._buffer.mark()
+
     def left(self) -> Left:
-        """Where another must go on."""
+        """Where another must go on; :attr:`held` comes next."""
+        self.let_go()
         part = None
         if self._filled:
             sent = self._round(self._number)

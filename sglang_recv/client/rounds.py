@@ -233,8 +233,8 @@ class Rounds:
     ) -> None:
         """Send the next round, whose tensors are on their way into ``buffer``, or lie in pools."""
         with self._clock.phase("map"):
-            # Ranks map the slots after the first one while they load the first rounds.
-            self.staging.wait_mapped(message.buffers if isinstance(message, Repeat) else None)
+            # All before the first write: a rank that cannot map one of them keeps its weights.
+            self.staging.wait_mapped()
         if buffer is not None:
             with self._clock.phase("pack"):
                 buffer.wait_packed()

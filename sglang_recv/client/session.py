@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -262,20 +263,20 @@ class Session:
             if self._follower is None:
                 yield pair
             elif not self._follower.take_lazily(*pair):
-                held = self._follower.held
                 self._leave()
-                yield from held
                 yield pair
         if self._follower is not None and self._follower.held:
-            held = self._follower.held
             self._leave()
-            yield from held
+        if self._follower is not None:
+            self._follower.let_go()
 
     def _leave(self) -> None:
         """This session is not a repetition any more."""
         if self._follower is not None:
-            left, self._follower = self._follower.left(), None
-            self._filler.adopt(left)
+            follower, self._follower = self._follower, None
+            self._filler.adopt(follower.left())
+            for name, tensor in follower.held:
+                self._filler.add(name, tensor)
 
     def flush(self) -> int:
         """Send the bucket that is being filled as it is; how many rounds this sender has sent.
@@ -348,13 +349,13 @@ class Session:
             When an engine refused, with the outcome of each engine.
         """
         self.finish()
-        with self._ends("committing"), ThreadPoolExecutor(1, thread_name_prefix="sglang-recv-close") as aside:
+        with self._ends("committing"):
             # Every rank has read everything: giving memory back takes no longer than the engines' answers.
-            closing = aside.submit(self._rounds.staging.close)
+            aside = threading.Thread(target=self._give_back, name="sglang-recv-close")
+            with contextlib.suppress(RuntimeError):  # where no thread can be started any more, _close does it
+                aside.start()
             with self._clock.phase("commit"):
                 self._commit_all()
-            with self._clock.phase("close"):
-                closing.result()
         assert self._layout is not None
         self._layouts.keep(self._layout)
         with self._clock.phase("close"):
@@ -500,7 +501,14 @@ class Session:
         self._heart.stop()
         for link in self._links:
             link.close()
-        self._rounds.staging.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Free staging on this side. A failure is in the log: it must not hide how the session ended."""
+        try:
+            self._rounds.staging.close()
+        except Exception:
+            logger.exception("session %s: staging memory could not be freed", self.id[:8])
 
 
 def _outcome(target: Target, carrier: CommitCarrier, deadline: float) -> RecvError | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -59,10 +59,14 @@ class Buffer:
         """True when nothing that was started can still be on its way: on a CPU."""
         return not any(self.pending) and not self.streams
 
-    def wait_packed(self) -> None:
-        """Return once the device has done every copy that was started."""
+    def mark(self) -> None:
+        """Before others may use the streams: wait for nothing that comes after the copies."""
         self.pending += [stream.record_event() for stream in self.streams]
         self.streams.clear()
+
+    def wait_packed(self) -> None:
+        """Return once the device has done every copy that was started."""
+        self.mark()
         for event in self.pending:
             if event is not None:
                 event.synchronize()
@@ -100,8 +104,8 @@ class Staging:
         self._timeout = timeout
         self._devices = tuple(dict.fromkeys(link.device for link in links))
         self._next = 0
-        #: The numbers of buffers that ranks have not answered for, in the order in which they were offered.
-        self._offered: deque[int] = deque()
+        #: Buffers that ranks have not answered for.
+        self._offered = 0
         self._buffers: dict[int, Buffer] = {}
         self.slots: list[Buffer] = []
         self.slot_bytes = 0
@@ -111,6 +115,7 @@ class Staging:
         alone = lends and len(self._devices) == 1
         self.pools = Pools(pools_on(torch.device(self._devices[0])) if alone else ())
         self._lent: dict[int, int] = {}
+        self._closing = threading.Lock()
 
     def allocate(self, slots: int, slot_bytes: int) -> None:
         """Make the slots, of ``slot_bytes`` bytes each per device; ranks get them by :meth:`offer`.
@@ -151,11 +156,11 @@ class Staging:
             self.pools.by_number[pool].lend()
             number = self._lent[pool] = self._next
             self._next += 1
-            if len(self._offered) >= _UNANSWERED:
+            if self._offered >= _UNANSWERED:
                 self.wait_mapped()
             for link in self._links:
                 _offer(link, self._session, number, self.pools.by_number[pool].buffer, self._timeout)
-            self._offered.append(number)
+            self._offered += 1
         return self._lent[pool]
 
     def smallest_lent(self, pool: int = 0) -> int:
@@ -182,12 +187,12 @@ class Staging:
         # All of them before the first answer: ranks and this side work at the same time.
         for buffer in buffers:
             buffer.offer(self._links, self._session, self._timeout)
-            self._offered.append(buffer.number)
+            self._offered += 1
 
-    def wait_mapped(self, numbers: Collection[int] | None = None) -> None:
-        """Return once every rank has mapped the buffers ``numbers``; all that it was offered, when that is None."""
-        while self._offered and (numbers is None or not set(numbers).isdisjoint(self._offered)):
-            self._offered.popleft()
+    def wait_mapped(self) -> None:
+        """Return once every rank has mapped all that it was offered."""
+        while self._offered:
+            self._offered -= 1
             for link in self._links:
                 link.mapped(self._timeout)
 
@@ -223,16 +228,19 @@ class Staging:
         self._count()
 
     def close(self) -> None:
-        """Free everything on this side. The ranks have unmapped theirs when the session is over."""
-        for packer in self._packers.values():
-            packer.close()
-        for buffer in self._buffers.values():
-            buffer.close()
-        self._buffers.clear()
-        self.slots.clear()
-        for pool in self._lent:
-            self.pools.by_number[pool].give_back()
-        self._lent.clear()
+        """Free everything on this side; idempotent, and safe on several threads.
+
+        The ranks have unmapped theirs when the session is over.
+        """
+        # What one cannot free must not keep the rest.
+        with self._closing, contextlib.ExitStack() as everything:
+            self.slots.clear()
+            for packer in self._packers.values():
+                everything.callback(packer.close)
+            while self._buffers:
+                everything.callback(self._buffers.popitem()[1].close)
+            while self._lent:
+                everything.callback(self.pools.by_number[self._lent.popitem()[0]].give_back)
 
 
 def _offer(link: RankLink, session: str, number: int, part: ExportableBuffer, timeout: float) -> None:

@@ -89,6 +89,20 @@ def test_a_change_is_a_reason_that_is_kept(quantized: Any) -> None:
     assert look.find() == ("0: Fp8LinearMethod: after loading it changes weight_scale_inv",)
 
 
+def test_a_step_that_raises_is_tried_once_for_all_layers_of_a_form(quantized: Any) -> None:
+    step, tried = Step(), list[int]()
+
+    def fail(layer: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("CUDA error: out of memory")
+
+    step.act = fail
+    look = refusals(quantized, *(linear(quantized, step) for _ in range(5)))
+    for sessions in (1, 2):
+        assert len(look.find()) == 1
+        assert len(tried) == sessions
+
+
 def test_a_step_that_raised_is_tried_again(quantized: Any) -> None:
     step = Step()
 

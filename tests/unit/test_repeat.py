@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_recv import WeightClient, manifest, wire
+from sglang_recv import Session, WeightClient, manifest, wire
 from sglang_recv.client import staging as staging_module
 from sglang_recv.client.layout import Sizes
 from sglang_recv.client.link import RankLink
 from sglang_recv.client.pack import Packer, Prepared, Tables
 from sglang_recv.copies import Places
-from sglang_recv.errors import ManifestError, StagingMemoryError
+from sglang_recv.errors import ManifestError, RecvError, StagingMemoryError
 from sglang_recv.manifest import Views
+from sglang_recv.receiver import session as session_module
 from sglang_recv.receiver.catalog import Catalog
 from sglang_recv.receiver.fences import Fences
 from sglang_recv.receiver.mailbox import RoundDone
@@ -172,6 +173,93 @@ def test_a_lazy_source_may_write_each_tensor_over_the_one_before(engine: Engine,
             sender.update(_reusing(list(weights(float(number)).items())), f"v{number}")
             check(engine, float(number), f"v{number}")
             assert rounds_of(sent) == [Load if number == 1 else Repeat] * 3
+
+
+@pytest.mark.parametrize("kind", ["full", "partial"])
+def test_a_lazy_source_that_ends_a_round_inside_a_group(engine: Engine, kind: str) -> None:
+    """What was held back of the group is not lost with the rounds that the source asks for."""
+    with client(engine) as sender:
+        for number in range(1, 5):
+            tensors = weights(float(number))
+            with sender.open(f"v{number}", kind=kind if number > 1 else "full") as session:
+
+                def source(
+                    session: Session = session,
+                    tensors: dict[str, torch.Tensor] = tensors,
+                    pads: bool = number > 2,
+                ) -> Iterator[tuple[str, torch.Tensor]]:
+                    for name, tensor in tensors.items():
+                        yield name, tensor
+                        if name == Q_A and pads:
+                            session.pad(session.flush() + 1)
+
+                session.send(source())
+                session.commit()
+            check(engine, float(number), f"v{number}")
+
+
+def test_a_slot_that_a_rank_cannot_map_costs_no_weights(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client(engine, 256, 3) as sender:
+        for number in (1, 2):
+            sender.update(weights(float(number)), f"v{number}")
+        real, mapped = session_module.import_buffer, list[int]()
+
+        def third_fails(device: Any, fd: Any, nbytes: int) -> Any:
+            mapped.append(nbytes)
+            if len(mapped) > 4:
+                raise RuntimeError("no more of it")
+            return real(device, fd, nbytes)
+
+        monkeypatch.setattr(session_module, "import_buffer", third_fails)
+        with pytest.raises(RecvError, match="no more of it"):
+            sender.update(weights(3.0), "v3")
+        monkeypatch.undo()
+        check(engine, 2.0, "v2")
+        sender.update(weights(4.0), "v4")
+        check(engine, 4.0, "v4")
+
+
+def test_a_commit_where_no_thread_can_be_started(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the interpreter, and at a limit of processes: staging is given back all the same."""
+    with client(engine) as sender:
+        closed: list[staging_module.Staging] = []
+        close = staging_module.Staging.close
+        monkeypatch.setattr(
+            staging_module.Staging, "close", lambda staging: (closed.append(staging), close(staging))[1]
+        )
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == "sglang-recv-close":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        sender.update(weights(1.0), "v1")
+        check(engine, 1.0, "v1")
+        (staging,) = closed
+        assert not staging.slots
+        assert not staging._buffers
+
+
+def test_staging_that_cannot_be_freed_does_not_hide_a_commit(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with client(engine, 256, 3) as sender:
+        real, tried = staging_module.Buffer.close, list[int]()
+
+        def fails(buffer: staging_module.Buffer) -> None:
+            tried.append(buffer.number)
+            real(buffer)
+            if buffer.number == 1:
+                raise StagingMemoryError("the driver says no", fix="restart")
+
+        monkeypatch.setattr(staging_module.Buffer, "close", fails)
+        report = sender.update(weights(1.0), "v1")
+        assert report.version == "v1"
+        assert sorted(tried) == [0, 1, 2, 3], "one that fails must not keep the others"
+        assert "the driver says no" in caplog.text
+        check(engine, 1.0, "v1")
 
 
 def _reusing(pairs: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

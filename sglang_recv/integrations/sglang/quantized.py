@@ -91,7 +91,8 @@ class Refusals:
     def _look(self) -> tuple[tuple[str, ...], bool]:
         """The reasons, and whether a step failed."""
         found: dict[str, str] = {}
-        failed = False
+        # Of steps that raise, by form: tried again in the next session, but not for each layer.
+        raised: dict[Hashable, str] = {}
         model = self._model()
         again = next((part for part in type(model).__module__.split(".") if part.startswith(_AGAIN)), None)
         for name, module in model.named_modules():
@@ -106,22 +107,26 @@ class Refusals:
                     f"{type(method).__name__} of a {again} model: its loader quantizes weights again by other scales"
                 )
             if reason is None:
-                try:
-                    reason = self._changed_by_processing(module, method)
-                except _StepError as error:
-                    reason, failed = str(error), True
+                reason = self._changed_by_processing(module, method, raised)
             if reason is not None:
                 found.setdefault(reason, name)
         scale = next((name for name in self._names() if _KV_SCALE_NAME.search(name)), None)
         if scale is not None:
             found.setdefault("a scale of the KV cache, of which loaders leave a copy behind", scale)
-        return tuple(f"{name}: {reason}" for reason, name in found.items()), failed
+        return tuple(f"{name}: {reason}" for reason, name in found.items()), bool(raised)
 
-    def _changed_by_processing(self, module: torch.nn.Module, method: Any) -> str | None:
-        """What SGLang's step after loading changes in a layer like this one; None when it changes nothing."""
+    def _changed_by_processing(self, module: torch.nn.Module, method: Any, raised: dict[Hashable, str]) -> str | None:
+        """What SGLang's step after loading changes in a layer like this one; None when it changes nothing. What it
+        raises goes into ``raised``."""
         form = probe.form(method.process_weights_after_loading, module)
+        if form in raised:
+            return raised[form]
         if form not in self._tried:
-            self._tried[form] = _try_processing(module, method)
+            try:
+                self._tried[form] = _try_processing(module, method)
+            except _StepError as error:
+                raised[form] = str(error)
+                return raised[form]
         return self._tried[form]
 
 
