@@ -233,12 +233,17 @@ def _train(
 
 @contextlib.contextmanager
 def _killed_after(process: subprocess.Popen[str], seconds: float | None) -> Iterator[Callable[[], bool]]:
-    """End the process and its group with the block, or after so many seconds.
+    """End the process and its group with the block, after so many seconds, or when the process itself ends: what it
+    leaves behind may hold its output open.
 
     It leads its group, and is not reaped inside: its id, which is its group's, could be another's then. What is yielded
     says whether its time was over.
     """
     fired = threading.Event()
+
+    def end_with_it() -> None:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        os.killpg(process.pid, signal.SIGKILL)
 
     def kill() -> None:
         fired.set()
@@ -247,13 +252,16 @@ def _killed_after(process: subprocess.Popen[str], seconds: float | None) -> Iter
     timer = threading.Timer(seconds, kill) if seconds is not None else None
     if timer is not None:
         timer.start()
+    watcher = threading.Thread(target=end_with_it, name="sglang-recv-bench")
+    watcher.start()
     try:
         yield fired.is_set
     finally:
         if timer is not None:
             timer.cancel()
             timer.join()
-        os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+        os.killpg(process.pid, signal.SIGKILL)
+        watcher.join()
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
